@@ -57,8 +57,9 @@ def main() -> None:
     parser.add_argument("--holds", action="store_true", help="how long the lock is held, by operation")
     parser.add_argument("--sessions", type=int, default=1000, help="with --holds: that end together")
     chosen = parser.parse_args()
-    if not PROGRAM.exists():
-        parser.error(f"{PROGRAM.name} is not built: run `make native-tests`")
+    missing = [program.name for program in (PROGRAM, NEIGHBOUR, HOLDS) if not program.exists()]
+    if missing:
+        parser.error(f"not built: {', '.join(missing)}; run `make native-tests`")
     if chosen.holds:
         print_holds(chosen.blocks, chosen.sessions, chosen.json)
     else:

@@ -77,17 +77,6 @@ class SessionFile {
     for (const auto& word : pin_words(slots))
       if (const uint64_t pin = word.load(std::memory_order_acquire)) f(pin);
   }
-  // The same of at most `most` words from `from` on. Returns where to go on, 0 behind the last.
-  template <class F>
-  uint32_t each_pin_from(uint32_t from, uint32_t most, uint32_t slots, F&& f) const {
-    const auto* pins = mapping_.at<const std::atomic<uint64_t>>(kPinsOffset);
-    const uint64_t high = page().pins_high.load(std::memory_order_acquire);
-    const auto end = static_cast<uint32_t>(std::min<uint64_t>(high, std::min(slots, max_pins_)));
-    const uint32_t until = from + std::min(most, end - std::min(from, end));
-    for (uint32_t i = from; i < until; ++i)
-      if (const uint64_t pin = pins[i].load(std::memory_order_acquire)) f(pin);
-    return until < end ? until : 0;
-  }
   // The word behind the last pin of the first `slots`. Believes no hint.
   uint32_t pins_end(uint32_t slots) const;
 

@@ -43,7 +43,7 @@ class WriteQueue {
 };
 
 struct DiskState {
-  explicit DiskState(RecordPlaces places) : blocks(places), tombstones(places) {}
+  DiskState(RecordPlaces places, uint32_t records) : blocks(places, records), tombstones(places, records) {}
 
   WriteQueue writes;
   EvictionPolicy<RecordPlaces> blocks;               // the DISK records, in one queue: the least valuable goes first

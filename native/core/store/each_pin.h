@@ -3,6 +3,8 @@
 // Invariant: what a client wrote is bounded here and believed nowhere.
 #pragma once
 
+#include <algorithm>
+
 #include "core/store/store.h"
 
 namespace kv {
@@ -24,6 +26,36 @@ template <class F>
 void Store::each_pin(F&& f) {
   each_pin_of([this, &f](uint32_t, uint32_t record, uint64_t generation, uint32_t pages)
                   REQUIRES(mutex_) { f(record, generation, pages); });
+}
+
+// Lets go of the lock after each slice, unless there are few: a pin that was there from the beginning to the end is seen, one
+// that came or went meanwhile perhaps. f(record, generation, most pages).
+template <class F>
+void Store::each_pin_in_slices(Slice& slice, F&& f) {
+  constexpr size_t kWordsAtOnce = 4096, kWordsOfASession = 64;  // what its page costs
+  const uint32_t records = index_.max_blocks();
+  uint32_t id = 0;
+  size_t from = 0, words = 0;
+  for (auto at = sessions_.begin(); at != sessions_.end(); at = sessions_.at_least(id)) {
+    if (at->first != id) id = at->first, from = 0;
+    if (!at->second->file) {
+      ++id;
+      continue;
+    }
+    const PinAllowance allowance = at->second->allowance;
+    const auto all = at->second->file->pin_words(allowance.slots);
+    const size_t until = std::min(all.size(), from + kWordsAtOnce);
+    for (size_t i = from; i < until; ++i)
+      if (const uint64_t pin = all[i].load(std::memory_order_acquire); pin && pin_record(pin) < records)
+        f(pin_record(pin), pin_generation(pin), allowance.pages);
+    words += kWordsOfASession + (until > from ? until - from : 0);
+    from = until;
+    if (from >= all.size()) ++id, from = 0;
+    if (words >= kWordsAtOnce && slice.over_now()) mutex_.give_way(), slice.again();
+    if (words >= kWordsAtOnce) words = 0;
+    if (id == 0) break;  // behind the last number that there is
+  }
+  for (auto& [record, pin] : own_pins_) f(record, pin.generation, PinAllowance::kAnyPages);
 }
 
 }  // namespace kv

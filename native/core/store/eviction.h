@@ -23,10 +23,11 @@
 #include <cmath>
 #include <cstdint>
 #include <map>
-#include <new>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "core/base/steady_array.h"
 #include "core/format/block.h"
 
 namespace kv {
@@ -64,10 +65,12 @@ class EvictionPolicy {
  public:
   static constexpr uint32_t kNone = ~0u;
 
-  explicit EvictionPolicy(Places places) : places_(places) {}
+  // Of at most so many records, and so many bytes of blocks: as many entries as a class may have.
+  explicit EvictionPolicy(Places places, uint32_t records = 1 << 20, uint64_t bytes = ~0ull)
+      : places_(places), records_(records), bytes_(bytes) {}
 
   void insert(uint64_t size_class, uint32_t record, double score) {
-    Heap& heap = heaps_[size_class];
+    Heap& heap = heap_of(size_class);
     heap.push(score, record);
     rise(heap, heap.size() - 1);
   }
@@ -144,18 +147,15 @@ class EvictionPolicy {
   static_assert(kArity * sizeof(double) == kLine);
   static constexpr uint32_t kHot = 1 << 6;  // the first nodes, whose children are in a cache anyhow
 
-  // For arrays that begin on a cache line. The root is element 7: then the children of any node, 8 p + 1 to 8 p + 8, fill a line.
-  template <class T>
-  struct OnLine {
-    using value_type = T;
-    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{kLine})); }
-    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{kLine}); }
-    bool operator==(const OnLine&) const { return true; }
-  };
   struct Heap {
+    // The root is element 7: then the children of any node, 8 p + 1 to 8 p + 8, fill a cache line.
     static constexpr uint32_t kRoot = kArity - 1;
-    std::vector<double, OnLine<double>> scores = std::vector<double, OnLine<double>>(kRoot);
-    std::vector<uint32_t, OnLine<uint32_t>> records = std::vector<uint32_t, OnLine<uint32_t>>(kRoot);
+    SteadyArray<double> scores;
+    SteadyArray<uint32_t> records;
+
+    explicit Heap(size_t most) : scores(most + kRoot), records(most + kRoot) {
+      while (records.size() < kRoot) push(0, 0);
+    }
 
     uint32_t size() const { return static_cast<uint32_t>(records.size()) - kRoot; }
     double& score(uint64_t place) { return scores[place + kRoot]; }
@@ -185,6 +185,15 @@ class EvictionPolicy {
     }
     void pop() { scores.pop_back(), records.pop_back(); }
   };
+
+  // Extents are up to an eighth shorter than their class.
+  Heap& heap_of(uint64_t size_class) {
+    const auto found = heaps_.find(size_class);
+    if (found != heaps_.end()) return found->second;
+    const uint64_t fit = size_class ? bytes_ / size_class : records_;
+    const uint64_t most = fit < records_ ? std::min<uint64_t>(records_, fit * 2 + kHot) : records_;
+    return heaps_.emplace(size_class, Heap(most)).first->second;
+  }
 
   void remove_at(typename std::map<uint64_t, Heap>::iterator found, uint32_t place) {
     Heap& heap = found->second;
@@ -235,6 +244,8 @@ class EvictionPolicy {
   }
 
   Places places_;
+  const uint32_t records_;
+  const uint64_t bytes_;
   std::map<uint64_t, Heap> heaps_;
 };
 

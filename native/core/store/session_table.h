@@ -48,6 +48,7 @@ class SessionTable {
   auto begin() const { return by_id_.begin(); }
   auto end() const { return by_id_.end(); }
   auto find(uint32_t id) const { return by_id_.find(id); }
+  auto at_least(uint32_t id) const { return by_id_.lower_bound(id); }  // the first from there on
   bool contains(uint32_t id) const { return by_id_.contains(id); }
   const std::unique_ptr<SessionState>& at(uint32_t id) const { return by_id_.at(id); }
   size_t size() const { return by_id_.size(); }

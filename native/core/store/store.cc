@@ -81,7 +81,8 @@ void Store::transition(uint32_t record, Event event, State to, uint8_t flags) {
   const bool retire = to == State::Zombie || to == State::Quarantined;
   index_.record(record).control.store(Control::make(now.generation() + (retire ? 1 : 0), to, flags).word,
                                       std::memory_order_release);
-  if (journal_.heard() && servable(now.state(), now.flags()) != servable(to, flags)) journal_.note(key_of(record), servable(to, flags));
+  if (journal_.heard() && servable(now.state(), now.flags()) != servable(to, flags))
+    journal_.note(key_of(record), servable(to, flags));
 }
 
 // The record decides; this word only tells those who wait. Whoever calls this wakes them.
@@ -127,7 +128,6 @@ bool Store::is_claimable(const CreateRequest& request, const Key& key, double no
     to_zombie(found, Event::Evict);
     counters_.expired += 1;
     found = Index::kAbsent;
-    scan_zombies();
   }
   if (draining_) return false;
   if (found != Index::kAbsent && !request.loaded && !file_lives_for(found, request.ttl_s))
@@ -156,7 +156,7 @@ bool Store::enter(const CreateRequest& request, const CreateItem& item, uint32_t
     const uint32_t created_s = realtime_s();
     u.created_s.store(created_s, std::memory_order_relaxed);
     const uint64_t expiry_s = request.ttl_s ? uint64_t{created_s} + request.ttl_s + 1 : 0;
-    r.expiry_s.store(static_cast<uint32_t>(std::min<uint64_t>(expiry_s, UINT32_MAX)), std::memory_order_relaxed);
+    set_expiry(record, static_cast<uint32_t>(std::min<uint64_t>(expiry_s, UINT32_MAX)));
     u.parent.store(item.parent, std::memory_order_relaxed);
     u.rank.store(std::bit_cast<uint64_t>(kept_rank), std::memory_order_relaxed);
   }
@@ -192,8 +192,7 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const Kn
   if (!offset) return;
   const Extent extent{*offset, length};
   if (!enter(request, item, layout_slot(known.id), extent, found, now)) {
-    pins_.zombies.push_back(record);
-    scan_zombies();
+    pins_.add_zombie(record);  // whoever makes room finds it
     return;
   }
   counters_.creates += 1;

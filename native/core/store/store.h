@@ -39,6 +39,7 @@
 #include "core/store/pin_owners.h"
 #include "core/store/pin_scans.h"
 #include "core/store/pool.h"
+#include "core/store/record_counts.h"
 #include "core/store/record_set.h"
 #include "core/store/session_table.h"
 #include "core/store/slice.h"
@@ -277,6 +278,8 @@ class Store {
   void each_pin_of(F&& f) REQUIRES(mutex_);
   template <class F>  // without the session
   void each_pin(F&& f) REQUIRES(mutex_);
+  template <class F>
+  void each_pin_in_slices(Slice& slice, F&& f) REQUIRES(mutex_);
   bool honoured(uint32_t record, uint32_t pages) const {
     return pages == PinAllowance::kAnyPages || extent_of(record).length <= uint64_t{pages} * kPageBytes;
   }
@@ -301,6 +304,8 @@ class Store {
   // store_pins.cc
   void scan_zombies(bool all = false) REQUIRES(mutex_);
   uint64_t releases() const REQUIRES(mutex_);
+  uint64_t pin_words() const REQUIRES(mutex_);
+  void look_at_pins() REQUIRES(mutex_);
   bool worth_a_scan(uint64_t before, uint64_t now) const REQUIRES(mutex_);
   std::vector<uint32_t> held_among(std::span<const uint32_t> records) REQUIRES(mutex_);
   std::vector<uint32_t> fresh_records() REQUIRES(mutex_);
@@ -316,6 +321,7 @@ class Store {
   static uint64_t credible(const Session& session, const std::atomic<uint64_t>& claimed);
   void expire() REQUIRES(mutex_);              // gives way, as flush() and tick() do
   bool is_current(const Expiry& entry) const;  // about the block that lies in the record now
+  void set_expiry(uint32_t record, uint32_t second) REQUIRES(mutex_);
   void remember_expiry(uint32_t record) REQUIRES(mutex_);
   void end_session_locked(Session& session) REQUIRES(mutex_);
   void add_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
@@ -355,13 +361,6 @@ class Store {
   std::atomic<Fetcher*> peers_{nullptr};
   Journal journal_;  // has a lock of its own
 
-  // Records: who is free, how many are what, which claims the finder has not learned of.
-  struct Blocks {
-    uint32_t free_head = Index::kAbsent;
-    uint64_t used_bytes = 0, records = 0, created = 0, quarantined = 0;
-    uint64_t longest_pages = 1;    // of the blocks there have been
-    std::vector<Handle> unlisted;  // claimed, and not yet in the finder
-  };
   struct Room {
     uint64_t chances = 0;                             // what was freed or sealed, or added to the pool: each might make room
     uint64_t refused_length = ~0ull, refused_at = 0;  // for which there was no room, and chances and releases then
@@ -377,7 +376,7 @@ class Store {
   };
 
   mutable SlicedMutex mutex_;
-  Blocks blocks_ GUARDED_BY(mutex_);
+  RecordCounts blocks_ GUARDED_BY(mutex_);
   Arena arena_ GUARDED_BY(mutex_);
   std::vector<uint32_t> places_ GUARDED_BY(mutex_);
   EvictionPolicy<RecordPlaces> policy_ GUARDED_BY(mutex_);

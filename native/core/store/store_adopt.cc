@@ -93,9 +93,10 @@ Store::Store(const Options& options)
       pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options)),
       arena_(1),
       places_(options.max_blocks),
-      policy_(RecordPlaces{&places_}),
+      policy_(RecordPlaces{&places_}, options.max_blocks, options.capacity_bytes),
       pins_(options.max_blocks),
-      disk_(RecordPlaces{&places_}) {
+      expiries_(options.max_blocks),
+      disk_(RecordPlaces{&places_}, options.max_blocks) {
   options_.table_fd = table_fd_.get();
   options_.progress_fd = progress_fd_.get();
   options_.pool_fd = pool_.fd();
@@ -271,13 +272,13 @@ bool Store::adopt_record(uint32_t record) {
       blocks_.quarantined += 1;
     } else {  // its lock was free before: the daemon that saw it is gone
       transition(record, Event::SessionLockFree, State::Zombie, control(record).flags() | kFlagQuarantined);
-      pins_.zombies.push_back(record);
+      pins_.add_zombie(record);
     }
     return true;
   }
   if (found.state() == State::Zombie || index_.find_exclusive(key) != Index::kAbsent || !index_.insert(key, record)) {
     if (found.state() == State::Sealed) transition(record, Event::Evict, State::Zombie, control(record).flags());
-    pins_.zombies.push_back(record);
+    pins_.add_zombie(record);
     return true;
   }
   if (const double score = std::bit_cast<double>(u.rank.load()); !std::isfinite(score) || score < 0) u.rank.store(0);

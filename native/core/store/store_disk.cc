@@ -42,7 +42,8 @@ void Store::set_flags(uint32_t record, uint8_t on, uint8_t off) {
   const Control now = control(record);
   const auto flags = static_cast<uint8_t>((now.flags() & ~off) | on);
   index_.record(record).control.store(Control::make(now.generation(), now.state(), flags).word, std::memory_order_release);
-  if (journal_.heard() && servable(now.state(), now.flags()) != servable(now.state(), flags)) journal_.note(key_of(record), false);
+  if (journal_.heard() && servable(now.state(), now.flags()) != servable(now.state(), flags))
+    journal_.note(key_of(record), false);
 }
 
 // ---------------------------------------------------------------- writing behind
@@ -195,7 +196,7 @@ uint32_t Store::new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags
     r.shape.store(Shape{kUnknownLayout, kDefaultPriority, 0, 0}.pack(), std::memory_order_relaxed);
     u.fingerprint.store(0, std::memory_order_relaxed);
     u.created_s.store(static_cast<uint32_t>(::time(nullptr)), std::memory_order_relaxed);
-    r.expiry_s.store(expiry_s, std::memory_order_relaxed);
+    set_expiry(record, expiry_s);
     u.parent.store(0, std::memory_order_relaxed);
     u.rank.store(0, std::memory_order_relaxed);
   }
@@ -208,7 +209,7 @@ uint32_t Store::new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags
 
 void Store::drop_disk(const Key& key) {
   const Lock lock(mutex_);
-  for (const uint32_t zombie : pins_.zombies)  // whose record would outlive the file
+  for (const auto& [zombie, since] : pins_.zombies)  // whose record would outlive the file
     if (control(zombie).flags() & kFlagOnDisk && key_of(zombie) == key) set_flags(zombie, 0, kFlagOnDisk);
   const uint32_t record = index_.find_exclusive(key);
   if (record == Index::kAbsent) return;

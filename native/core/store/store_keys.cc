@@ -71,7 +71,7 @@ uint64_t Store::flush() {
     Slice slice(kSlice);
     const auto deleted = [&]() REQUIRES(mutex_) {
       counters_.deletes += 1, count += 1;
-      if (slice.over()) scan_zombies(), mutex_.give_way(), slice.again();
+      if (slice.over()) mutex_.give_way(), scan_zombies(), mutex_.give_way(), slice.again();
     };
     for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
       if (control(record).state() == State::Sealed) to_zombie(record, Event::Delete), deleted();

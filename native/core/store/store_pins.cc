@@ -22,8 +22,9 @@ constexpr uint64_t kSessionWords = 16;    // what a session costs a scan beside 
 constexpr uint64_t kAheadDivisor = 128;   // never more than this part of the pool
 constexpr uint64_t kFewPins = 4096;       // so many are always looked at anew
 constexpr size_t kUnparkedAtOnce = 8192;
-constexpr uint32_t kPinsAtOnce = 4096;
-constexpr uint64_t kSnapshotWorth = 16;  // a snapshot serves so many times as long as it took
+constexpr uint64_t kManyPins = 1 << 16;       // a pass over more gives way in between
+constexpr uint64_t kSnapshotWorth = 16;       // a snapshot serves so many times as long as it took,
+constexpr uint64_t kSnapshotNs = 50'000'000;  // and no longer than this
 
 }  // namespace
 
@@ -37,42 +38,67 @@ uint64_t Store::releases() const {
 
 bool Store::worth_a_scan(uint64_t before, uint64_t now) const { return (now - before) > pins_.last_scan / kPinsPerRelease; }
 
+// How many words a pass over all pins reads.
+uint64_t Store::pin_words() const {
+  uint64_t sum = 0;
+  for (auto& [id, session] : sessions_)
+    if (session->file) sum += session->file->pin_words(session->allowance.slots).size();
+  return sum;
+}
+
 // The fence stands between the change of the generations and the reading of the pins. Its counterpart is the reader's,
 // between the writing of its pins and the reading of the generations.
 //
-// What was found pinned before stands first and is looked at again once enough pins have gone, or if `all`.
+// What was found pinned before stands first and is looked at again once enough pins have gone, or if `all`. In slices where there
+// are many pins: nobody can pin what is a zombie already, so a pin that is seen at no time is gone, and what became a zombie
+// meanwhile waits for the next scan. Who calls this must not rely on what it found before.
 void Store::scan_zombies(bool all) {
   if (pins_.zombies.empty()) return;
   const uint64_t gone = pins_.held_zombies ? releases() : 0;  // before the pins: what goes meanwhile is seen the next time
   const size_t from = all || worth_a_scan(pins_.zombies_scanned_at, gone) ? 0 : pins_.held_zombies;
   if (from == pins_.zombies.size()) return;
-  for (size_t i = from; i < pins_.zombies.size(); ++i) pins_.asked.add(pins_.zombies[i]);
+  const uint32_t scan = pins_.scans++;
+  const uint64_t undisturbed = mutex_.gave_way();
+  RecordSet asked = pins_.lend();
+  for (size_t i = from; i < pins_.zombies.size(); ++i) asked.add(pins_.zombies[i].record);
   fence_full();
-  std::vector<uint32_t> held;
   uint64_t pins = 0;
-  each_pin([&, bits = pins_.asked.bits()](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
+  Slice slice(kSlice);
+  each_pin_in_slices(slice, [&, bits = asked.bits()](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
     ++pins;
     if (!RecordSet::has(bits, record)) return;
     const Control now = control(record);
     if (generation + (now.flags() & kFlagQuarantined ? 2 : 1) != now.generation() || !honoured(record, pages)) return;
-    pins_.asked.remove(record);
-    held.push_back(record);
+    asked.remove(record);
   });
   pins_.read += pins_.last_scan = pins;
-  std::vector<uint32_t> freed;
-  for (size_t i = from; i < pins_.zombies.size(); ++i)
-    if (pins_.asked.contains(pins_.zombies[i])) pins_.asked.remove(pins_.zombies[i]), freed.push_back(pins_.zombies[i]);
-  pins_.zombies.resize(from);
-  pins_.zombies.insert(pins_.zombies.end(), held.begin(), held.end());
-  pins_.held_zombies = pins_.zombies.size();
-  if (from == 0) pins_.zombies_scanned_at = gone;
-  for (const uint32_t record : freed) free_zombie(record);
+  if (from == 0) pins_.held_zombies = 0, pins_.zombies_scanned_at = gone;
+  // What another scan freed meanwhile, and became a zombie again, is younger than this one.
+  for (size_t at = std::min(from, pins_.held_zombies); at < pins_.zombies.size();) {
+    if (slice.over()) {
+      mutex_.give_way(), slice.again();
+      at = std::max(at, pins_.held_zombies);
+      continue;
+    }
+    const auto [record, since] = pins_.zombies[at];
+    if (static_cast<int32_t>(since - scan) > 0) {
+      ++at;
+    } else if (asked.contains(record)) {
+      asked.remove(record);
+      pins_.remove_zombie(at);
+      free_zombie(record);
+    } else {
+      std::swap(pins_.zombies[at++], pins_.zombies[pins_.held_zombies++]);
+    }
+  }
+  if (mutex_.gave_way() == undisturbed) pins_.spare = std::move(asked);  // else another scan may have freed what is in it
 }
 
 // Of these sealed records the ones whose block is pinned at this moment; of few among very many pins, those that were lately.
 std::vector<uint32_t> Store::held_among(std::span<const uint32_t> records) {
   if (records.empty()) return {};
-  if (records.size() < pins_.last_scan / kPinsPerBlock) {  // so few are not worth a pass: the snapshot, and the last scan decides
+  // So few are not worth a pass, and so many pins are not read at once: the snapshot, and the last scan decides.
+  if (records.size() < pins_.last_scan / kPinsPerBlock || pins_.last_scan > kManyPins) {
     const RecordSet& poor = poor_victims();
     std::vector<uint32_t> held;
     for (const uint32_t record : records)
@@ -103,10 +129,10 @@ std::vector<uint32_t> Store::fresh_records() {
 }
 
 // All poor victims: pinned, or fresh. Where there are many pins it is reused for a while: a block pinned since is a poor choice
-// and no wrong one, because its memory waits for scan_zombies().
+// and no wrong one, because its memory waits for scan_zombies(). Very many are read by look_at_pins() alone.
 const RecordSet& Store::poor_victims() {
   const uint64_t begin = monotonic_ns();
-  if (begin < pins_.poor_until_ns) return pins_.poor;
+  if (begin < pins_.poor_until_ns || pins_.last_scan > kManyPins) return pins_.poor;
   pins_.poor.clear();
   uint64_t pins = 0;
   each_pin([&](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
@@ -119,6 +145,31 @@ const RecordSet& Store::poor_victims() {
   const uint64_t end = monotonic_ns();
   pins_.poor_until_ns = pins > kFewPins ? end + kSnapshotWorth * (end - begin) : 0;
   return pins_.poor;
+}
+
+// Makes that snapshot in slices where there are so many pins that nobody may wait for a pass over them.
+void Store::look_at_pins() {
+  const uint64_t words = pin_words();
+  if (words <= kManyPins) {
+    if (pins_.last_scan > kManyPins) pins_.last_scan = words;
+    return;
+  }
+  pins_.last_scan = words;
+  const uint64_t begin = monotonic_ns();
+  if (begin < pins_.poor_until_ns) return;
+  RecordSet poor;
+  poor.resize(index_.max_blocks());
+  uint64_t pins = 0;
+  Slice slice(kSlice);
+  each_pin_in_slices(slice, [&](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
+    ++pins;
+    if (!poor.contains(record) && control(record).generation() == generation && honoured(record, pages)) poor.add(record);
+  });
+  for (const uint32_t record : fresh_records()) poor.add(record);
+  pins_.poor = std::move(poor);
+  pins_.read += pins_.last_scan = pins;
+  const uint64_t end = monotonic_ns();
+  pins_.poor_until_ns = end + std::min(kSnapshotWorth * (end - begin), kSnapshotNs);
 }
 
 // ---------------------------------------------------------------- parked blocks
@@ -148,28 +199,11 @@ void Store::mark_held(RecordSet& held, Slice& slice) {
     parked.add(pins_.parked[place]);
     if (slice.over()) mutex_.give_way(), slice.again();
   }
-  std::vector<uint32_t> ids;
-  for (const auto& [id, session] : sessions_)
-    if (session->file) ids.push_back(id);
-  const uint32_t records = index_.max_blocks();
   uint64_t pins = 0;
-  for (const uint32_t id : ids) {
-    uint32_t from = 0;
-    do {
-      if (slice.over_now()) mutex_.give_way(), slice.again();
-      const auto found = sessions_.find(id);
-      if (found == sessions_.end()) break;
-      const Session& session = *found->second;
-      from = session.file->each_pin_from(from, kPinsAtOnce, session.allowance.slots, [&](uint64_t pin) {
-        const uint32_t record = pin_record(pin);
-        ++pins;
-        if (record >= records || !parked.contains(record)) return;
-        if (control(record).generation() == pin_generation(pin) && honoured(record, session.allowance.pages)) held.add(record);
-      });
-    } while (from);
-  }
-  for (const auto& [record, pin] : own_pins_)
-    if (++pins; control(record).generation() == pin.generation) held.add(record);
+  each_pin_in_slices(slice, [&](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
+    ++pins;
+    if (parked.contains(record) && control(record).generation() == generation && honoured(record, pages)) held.add(record);
+  });
   pins_.read += pins_.last_scan = pins;
 }
 

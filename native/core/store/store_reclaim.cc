@@ -18,7 +18,7 @@ constexpr int kTickBusyMs = 50;  // while something waits to become free
 constexpr int kTickIdleMs = 1000;
 constexpr size_t kReapedAtOnce = 4;    // sessions that a create looks after: a system call each
 constexpr size_t kTriedAtOnce = 1024;  // victims that one hold of the lock looks at
-constexpr size_t kParkedAtOnce = 8192, kPassesOverPins = 8;
+constexpr size_t kParkedAtOnce = 8192, kPinsOfAPass = 1 << 16;
 
 }  // namespace
 
@@ -45,7 +45,7 @@ void Store::to_zombie(uint32_t record, Event event) {
     publish_progress(record, Phase::Ended);
     futex_wake_all(progress_[record]);
   }
-  pins_.zombies.push_back(record);
+  pins_.add_zombie(record);
 }
 
 // One that evict_least() has taken out is in neither.
@@ -98,6 +98,7 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   const uint64_t chances = room_.chances + releases();
   if (length >= room_.refused_length && chances == room_.refused_at) return;
   drain_rings();
+  look_at_pins();
   unpark(policy_.least(Arena::size_class(length)).record == policy_.kNone && releases() != pins_.parked_scanned_at);
   if (blocks_.free_head == Index::kAbsent && !disk_.spare_records()) {
     evict_least(std::nullopt, count + room_for_more(length));
@@ -161,8 +162,9 @@ void Store::make_room_ahead() {
 void Store::evict_least(std::optional<uint64_t> size_class, size_t count) {
   bool any = false;
   for (size_t wanted = count;; wanted *= 4) {
+    look_at_pins();
     // Taken in no order they cost little beside a pass over all pins.
-    wanted = any ? std::max(kParkedAtOnce, pins_.last_scan / kPassesOverPins) : std::min(wanted, kTriedAtOnce);
+    wanted = any && pins_.last_scan <= kPinsOfAPass ? kParkedAtOnce : std::min(wanted, kTriedAtOnce);
     const Tried tried = try_victims(size_class, count, wanted, any);
     count -= tried.evicted;
     if (count == 0 || tried.looked_at == 0) return;
@@ -257,18 +259,21 @@ bool Store::is_current(const Expiry& entry) const {
   return (now.state() == State::Sealed || kept) && index_.record(record).expiry_s.load(std::memory_order_relaxed) == second;
 }
 
-// What has piled up is thrown out when there are a quarter more entries than there can be blocks.
+void Store::set_expiry(uint32_t record, uint32_t second) {
+  std::atomic<uint32_t>& ends = index_.record(record).expiry_s;
+  if (ends.load(std::memory_order_relaxed) != second) expiries_.changed(record);
+  ends.store(second, std::memory_order_relaxed);
+}
+
 void Store::remember_expiry(uint32_t record) {
   const uint32_t second = index_.record(record).expiry_s.load(std::memory_order_relaxed);
   if (second == 0) return;
-  if (expiries_.size() >= index_.max_blocks() + index_.max_blocks() / 4)
-    expiries_.clean([this](const Expiry& entry) { return is_current(entry); });
-  expiries_.add({second, record});
+  expiries_.add({second, record}, [this](const Expiry& entry) REQUIRES(mutex_) { return is_current(entry); });
 }
 
 void Store::expire() {
   for (Slice slice(kSlice); !expiries_.empty() && expired(expiries_.earliest().second);) {
-    if (slice.over()) scan_zombies(), mutex_.give_way(), slice.again();
+    if (slice.over()) mutex_.give_way(), scan_zombies(), mutex_.give_way(), slice.again();
     if (expiries_.empty()) return;
     const Expiry entry = expiries_.pop();
     if (!is_current(entry)) continue;

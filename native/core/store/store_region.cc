@@ -182,11 +182,10 @@ RegionChange Store::take_one(const CreateRequest& request, const TakeBack& item,
       move_run(into, {std::min(there.offset, extent.offset), there.length + extent.length});
     }
   }
-  auto& zombies = pins_.zombies;
-  const auto place = std::find(zombies.begin(), zombies.end(), record);
+  const auto& zombies = pins_.zombies;
+  const auto place = std::find_if(zombies.begin(), zombies.end(), [&](const Zombie& zombie) { return zombie.record == record; });
   KV_INVARIANT(place != zombies.end());
-  if (static_cast<size_t>(place - zombies.begin()) < pins_.held_zombies) pins_.held_zombies -= 1;
-  zombies.erase(place);
+  pins_.remove_zombie(static_cast<size_t>(place - zombies.begin()));
   if (!demote(record)) free_record(record, Event::LastPinGone);
   out.status = static_cast<uint8_t>(Back::Taken), out.block = item.block;
   return out;
