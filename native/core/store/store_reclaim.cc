@@ -268,7 +268,7 @@ void Store::set_expiry(uint32_t record, uint32_t second) {
 void Store::remember_expiry(uint32_t record) {
   const uint32_t second = index_.record(record).expiry_s.load(std::memory_order_relaxed);
   if (second == 0) return;
-  expiries_.add({second, record}, [this](const Expiry& entry) REQUIRES(mutex_) { return is_current(entry); });
+  expiries_.add({second, record}, [this](const Expiry& entry) { return is_current(entry); });
 }
 
 void Store::expire() {
