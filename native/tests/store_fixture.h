@@ -42,6 +42,7 @@ class StoreTest {
     return store.sessions_.at(session)->allowance;
   }
   static auto hold(Store& store) { return std::unique_lock(store.mutex_); }  // as an operation that does not end
+  static uint32_t waiting(Store& store) { return store.mutex_.waiting(); }
   static uint64_t gave_way(Store& store) {
     std::lock_guard lock(store.mutex_);
     return store.mutex_.gave_way();

@@ -48,13 +48,14 @@ class CAPABILITY("mutex") SlicedMutex {
   void give_way() REQUIRES(this) {
     gave_way_ += 1;
     note();
-    if (waiting_.load(std::memory_order_relaxed) > 0) {
+    if (waiting() > 0) {
       mutex_.unlock();
-      for (int look = 0; look < kLooks && waiting_.load(std::memory_order_relaxed) > 0; ++look) ::sched_yield();
+      for (int look = 0; look < kLooks && waiting() > 0; ++look) ::sched_yield();
       mutex_.lock();
     }
     began_ns_ = clock();
   }
+  uint32_t waiting() const { return waiting_.load(std::memory_order_relaxed); }  // that lock() has not let in yet
   // Asked by its holder.
   uint64_t gave_way() const REQUIRES(this) { return gave_way_; }  // how often
   const Holds& holds() const REQUIRES(this) { return holds_; }
