@@ -10,8 +10,8 @@
 #include <atomic>
 #include <thread>
 
-#include "core/base/steady_array.h"
 #include "core/store/expiry_heap.h"
+#include "core/store/steady_array.h"
 #include "tests/check.h"
 #include "tests/store_fixture.h"
 

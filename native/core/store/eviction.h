@@ -27,8 +27,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/base/steady_array.h"
 #include "core/format/block.h"
+#include "core/store/steady_array.h"
 
 namespace kv {
 

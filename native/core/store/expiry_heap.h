@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <functional>
 
-#include "core/base/steady_array.h"
 #include "core/store/record_set.h"
+#include "core/store/steady_array.h"
 
 namespace kv {
 

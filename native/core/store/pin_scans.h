@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <utility>
 
-#include "core/base/steady_array.h"
 #include "core/store/record_set.h"
+#include "core/store/steady_array.h"
 
 namespace kv {
 

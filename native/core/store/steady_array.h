@@ -1,5 +1,6 @@
 // An array that grows and shrinks at its end and never moves: memory is set aside for the most it may have, comes with use and
-// goes a piece at a time. A vector of a million entries that doubles copies them all, and meets all of its new pages, in one step.
+// goes a piece at a time. A vector of a million entries that doubles copies them all, and meets all of its new pages, in one
+// step.
 //
 // Owns its mapping. Not thread-safe. Invariant: what lies kPiece and more behind the last entry has no memory.
 #pragma once
