@@ -11,6 +11,7 @@ tokens. Cut off and started again with the same file it goes on. What is tuned i
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -82,6 +83,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="a line for each prompt; a run goes on there")
     parser.add_argument("--plot", type=Path, help="a PNG of the histogram")
     chosen = parser.parse_args()
+    if chosen.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: no matplotlib here (dependency group plots)")  # before an hour of measuring
     texts = found(chosen.half)
     print(f"{len(texts)} texts of the {chosen.half} half, digest {digest(texts)}", file=sys.stderr)
     subject = Subject(chosen.dtype, chosen.max_kl, chosen.model)
