@@ -79,6 +79,9 @@ def _pool_lines(pool: dict[str, Any] | None) -> list[str]:
     if pool is None:
         return []
     etcd = f"etcd away ({pool['etcd_away']})" if pool["etcd_away"] else "etcd answers"
+    members = ", ".join(pool["members"])
+    if not pool["master"]:
+        return [f"cluster of {members}: no pool, {etcd}"]
     put = (
         f"{pool.get('puts', 0)} blocks put in {pool.get('replicas', 0)} replicas "
         f"({approximate_size(pool.get('put_bytes', 0))}), {pool.get('placed_elsewhere', 0)} elsewhere, "
@@ -86,10 +89,10 @@ def _pool_lines(pool: dict[str, Any] | None) -> list[str]:
     )
     got = (
         f"{pool.get('hits', 0)} found ({approximate_size(pool.get('hit_bytes', 0))}), "
+        f"{pool.get('straight', 0)} straight to their place, "
         f"{pool.get('failed_over', 0)} at a second replica, {pool.get('misses', 0)} missing, "
         f"{pool.get('late', 0)} late, {pool.get('corrupt', 0)} corrupt"
     )
-    members = ", ".join(pool["members"])
     return [f"pool of {members}: master at {pool['master']}, {pool['transport']}, {etcd}", put, got]
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 START_S = 20.0
+PROGRESS_S = 3  # without a byte, until a transfer is given up; Mooncake's own is 30
 LANDING_BYTES = 256 << 20  # of reads in flight, those that hang among them
 
 
@@ -99,6 +100,7 @@ class Mooncake:
         except ImportError as error:
             raise Unusable(f"mooncake cannot be loaded: {error}; pip install 'kvstored[cluster]'") from None
         self._config = ReplicateConfig
+        os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(PROGRESS_S))
         self._engine = TransferEngine()
         if code := self._engine.initialize(address, "P2PHANDSHAKE", "tcp", ""):
             raise Unusable(f"Mooncake's engine does not start on {address}: {code}")

@@ -1,5 +1,5 @@
 """Where a block's replicas go, and which of them is read: our rules on top of Mooncake, which notices a dead
-host after ten seconds and a frozen one after thirty.
+host after ten seconds and a frozen one after three, as it is told, or thirty.
 
 Each replica of a block is an object of its own (stored.py), on a host that is chosen here: one that cannot be
 put lies under the next number on the next host. Owns the choice, the deadlines and who is left alone.
@@ -26,7 +26,7 @@ BYTES_PER_S = 50e6  # a transfer is given so much longer
 ALONE_S = 10.0  # for a host that failed or was late
 THREADS = 96
 MASTER = ""  # as the host of a call
-MOST_OF_A_HOST = 16  # calls in flight: of one that stands still they come back after 30 s
+MOST_OF_A_HOST = 16  # calls in flight: of one that stands still they come back after some seconds
 SPARE = 4  # numbers of replicas beyond those that are wanted
 SMALL = 64 << 10  # an object that is read whole at once
 ALIVE_S = 0.5  # between two words to who waits

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvstored import log
 from kvstored.config.config import Config
+from kvstored.config.peers import MAX_PEERS
 from kvstored.errors import StartupError
 
 SPARE_DESCRIPTORS = 16  # for a few clients and transfers
@@ -41,6 +42,8 @@ def need_descriptors(config: Config) -> None:
     needed = len(os.listdir("/proc/self/fd")) - 1 + _own_descriptors(config) + SPARE_DESCRIPTORS
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more_streams = _shares(config) * (MOST_PEER_DESCRIPTORS - PEER_DESCRIPTORS)
+    if config.cluster:
+        more_streams += MAX_PEERS * len(config.shared) * MOST_PEER_DESCRIPTORS
     wanted = needed + 2 * SESSION_DESCRIPTORS * config.max_sessions + more_streams
     if 0 <= limit < wanted:
         limit = wanted if hard < 0 else min(wanted, hard)
@@ -59,6 +62,14 @@ def connections_within(config: Config, descriptors_each: int) -> int:
     left = max(limit - _own_descriptors(config), SPARE_DESCRIPTORS)
     most = max(1, left // (2 * descriptors_each))
     return min(config.max_sessions, most) if limit >= 0 else config.max_sessions
+
+
+def members_within(config: Config) -> int:
+    """How many of a cluster's hosts may be peers beside the configured ones: their connections have a quarter
+    of the descriptors."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = limit // 4 // (PEER_DESCRIPTORS * max(1, len(config.shared))) if limit >= 0 else MAX_PEERS
+    return min(room, MAX_PEERS - len(config.peer) - bool(config.cluster_memory))
 
 
 def _own_descriptors(config: Config) -> int:

@@ -16,8 +16,9 @@ from typing import Any
 
 from kvstored import _core, log
 from kvstored.config.config import Config
-from kvstored.config.peers import MAX_PEERS, Endpoint, Peer, endpoint, node, why_not
+from kvstored.config.peers import Endpoint, Peer, endpoint, node, why_not
 from kvstored.errors import ConfigError, StoreError
+from kvstored.process.limits import members_within
 
 POOL = "pool"
 BY_ITSELF = Endpoint("127.0.0.1", 0)  # where a daemon listens that was told nothing but a cluster
@@ -161,8 +162,7 @@ class Peers:
                 continue
             if not why_not(config.node, config.listen, (peer,), config.trusted_network, config.tls):
                 found[name] = peer.at
-        most = MAX_PEERS - len(config.peer) - bool(self.pool_port)
-        return dict(sorted(found.items())[:most])
+        return dict(sorted(found.items())[: members_within(config)])
 
     @property
     def tiers(self) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ import fcntl
 import os
 import threading
 import types
+from unittest import mock
 
 import pytest
 
@@ -105,6 +106,8 @@ def test_there_are_no_more_than_there_may_be(peers):
     one = peers(trusted_network="10.0.0.0/16", listen="10.0.0.1:7400")
     told = {f"n{i:03}": f"10.0.1.{i}:7400" for i in range(1, 101)}
     assert len(joined(one, told)) == MAX_PEERS
+    with mock.patch("resource.getrlimit", lambda _: (400, 400)):
+        assert len(joined(one, told)) == 10, "ten descriptors each, in a quarter of them"
 
 
 def test_a_daemon_that_starts_waits_for_its_predecessors_fabric(tmp_path, monkeypatch):

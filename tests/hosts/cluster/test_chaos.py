@@ -1,0 +1,117 @@
+"""Three hosts with a pool: daemons, fabrics and etcd killed, frozen and cut off from a seed, while clients of
+all put, get, follow and delete. No byte is wrong, none leaks, nothing stays lent, and all come back.
+
+Real etcd and real Mooncake in network namespaces: needs `.ci/cluster`, and root for the namespaces.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import kvclient
+from kvclient.testing.conformance.case import new_keys
+from tests.soak.hosts import Worker
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+import cluster_here
+from cluster_here import fabric_pid, told, until
+
+pytestmark = pytest.mark.engines
+
+NAMES, ROUNDS, WORK_S = "abc", 10, 4.0
+
+
+class Place:
+    """A host as a Worker sees it."""
+
+    def __init__(self, host):
+        self._host = host
+
+    def connect(self):
+        return kvclient.connect(dir=str(self._host.dir))
+
+
+class Chaos:
+    def __init__(self, hosts, seed):
+        self.choose = random.Random(seed)
+        self.problems, self.met, self.over = [], Counter(), threading.Event()
+        self.keys = [new_keys(40), new_keys(10)]
+        self.by_name, self.hosts = hosts, [Place(hosts[name]) for name in NAMES]
+        self.workers = [Worker(self, i % len(NAMES), seed * 100 + i) for i in range(2 * len(NAMES))]
+
+    def harm(self):
+        """And what undoes it."""
+        host = self.by_name[self.choose.choice(NAMES)]
+        what = self.choose.choice(["daemon", "fabric", "still fabric", "etcd", "frozen", "cut off"])
+        self.met[what] += 1
+        if what == "daemon":
+            host.kill()
+            return host.start
+        if what == "etcd":
+            self.by_name["etcd"].kill()
+            return self.by_name["etcd"].start
+        if what == "frozen":
+            host.freeze()
+            return host.thaw
+        if what == "cut off":
+            host.network.cut_off(host.name)
+            return lambda: host.network.join_again(host.name)
+        pid = fabric_pid(host)
+        if not pid:
+            return lambda: None
+        os.kill(pid, signal.SIGKILL if what == "fabric" else signal.SIGSTOP)
+        return lambda: goes_on(pid)
+
+    def run(self):
+        for worker in self.workers:
+            worker.start()
+        for _ in range(ROUNDS):
+            undo = self.harm()
+            self.over.wait(self.choose.uniform(0.5, WORK_S))  # which nobody sets: clients work meanwhile
+            undo()
+            self.over.wait(self.choose.uniform(0.0, 1.0))
+        self.over.set()
+        for worker in self.workers:
+            worker.join(120)
+            assert not worker.is_alive(), worker.name
+
+
+def goes_on(pid):
+    with contextlib.suppress(ProcessLookupError):  # it was killed
+        os.kill(pid, signal.SIGCONT)
+
+
+def is_back(hosts, name):
+    host = hosts[name]
+    if told(host).get("members") != sorted(NAMES) or told(host).get("etcd_away"):
+        return False
+    return all(peer["state"] == "up" and not peer["lent"] for peer in host.peers().values())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_chaos(seed):
+    try:
+        with cluster_here.running(*NAMES, memory="32MiB", pool="32MiB") as hosts:
+            chaos = Chaos(hosts, seed)
+            chaos.run()
+            for name in NAMES:
+                until(lambda n=name: is_back(hosts, n), f"{name} is back in service, and nothing is lent")
+            assert not chaos.problems, chaos.problems
+            assert chaos.met["blocks checked"] > 100, chaos.met
+            for name in NAMES:
+                words = ["--dir", str(hosts[name].dir)]
+                flush = [sys.executable, "-m", "kvstored", "flush", "--yes", *words]
+                subprocess.run(flush, check=True, stdout=subprocess.DEVNULL)
+                with kvclient.connect(dir=str(hosts[name].dir)) as client:
+                    until(lambda c=client: c.stats()["used_bytes"] == 0, "every byte is given back")
+            print(dict(chaos.met))
+    except cluster_here.NotHere as why:
+        pytest.skip(str(why))
