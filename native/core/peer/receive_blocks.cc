@@ -31,7 +31,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     landings.back().next = 0, landings.back().headed = landings.back().meta = false;
     landings.back().number = static_cast<uint16_t>(landings.size() - 1);
   }
-  request_ = request, received_ = {}, beside_ = 0, to_mark_ = nullptr;
+  request_ = request, received_ = {}, beside_ = 0, to_mark_ = nullptr, headed_.clear();
   size_t open = landings.size();
   const uint64_t end_ns = monotonic_ns() + kLongestNs;
   const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome)) {
@@ -46,6 +46,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     channel_.flush();
     for (uint32_t frames = 0; open; ++frames) {
       if (!channel_.buffered()) {
+        create_headed();
         mark();
         if (to_tell_) tell();
       }
@@ -78,6 +79,7 @@ void BlockReceiver::take_frame(const Frame& head, Item& landing) {
   const auto kind = static_cast<Kind>(head.kind);
   if (kind == Kind::Waiting || kind == Kind::Layout || kind == Kind::Meta)
     if (++beside_ > kMostBeside) malformed("an answer without an end");
+  if (kind != Kind::Head) create_headed();
   switch (kind) {
     case Kind::Layout: return take_layout(head);
     case Kind::Head: return take_head(head, landing);
@@ -132,21 +134,33 @@ void BlockReceiver::take_head(const Frame& frame, Item& landing) {
   if (begun) return;
   landing.tokens = head.tokens;
   landing.sums.resize(head.layers);
-  create(landing);
+  headed_.push_back(&landing);
 }
 
-bool BlockReceiver::create(Item& landing) {
-  const BlockHead& head = landing.head;
-  const CreateItem item{head.key, head.fingerprint, head.tokens, head.base_position, head.parent};
-  const uint32_t priority = std::min(head.priority, kMaxPriority);
-  try {
-    const Granted granted = store_.create({owner_, landing.known->id, priority, head.ttl_s, {&item, 1}})[0];
-    landing.created = granted.status == Grant::Granted;
-    landing.handle = granted.handle, landing.extent = granted.extent;
-  } catch (const Error&) {
-    // Fenced, or draining: its bytes pass by.
+// Their memory, in as few calls as there are kinds of blocks among them.
+void BlockReceiver::create_headed() {
+  for (size_t first = 0, last; first < headed_.size(); first = last) {
+    const Item& one = *headed_[first];
+    std::vector<CreateItem> items;
+    for (last = first; last < headed_.size(); ++last) {
+      const Item& next = *headed_[last];
+      const BlockHead& head = next.head;
+      if (next.known->id != one.known->id || head.priority != one.head.priority || head.ttl_s != one.head.ttl_s) break;
+      items.push_back({head.key, head.fingerprint, head.tokens, head.base_position, head.parent});
+    }
+    try {
+      const uint32_t priority = std::min(one.head.priority, kMaxPriority);
+      const std::vector<Granted> granted = store_.create({owner_, one.known->id, priority, one.head.ttl_s, items});
+      for (size_t i = 0; i < items.size(); ++i) {
+        Item& landing = *headed_[first + i];
+        landing.created = granted[i].status == Grant::Granted;
+        landing.handle = granted[i].handle, landing.extent = granted[i].extent;
+      }
+    } catch (const Error&) {
+      // Fenced, or draining: its bytes pass by.
+    }
   }
-  return landing.created;
+  headed_.clear();
 }
 
 // To its place in the block, with the padding behind it; or nowhere, if the block is somebody else's or has no memory.
@@ -176,7 +190,8 @@ void BlockReceiver::take_meta(const Frame& head, Item& landing) {
   if (!landing.headed) malformed("a meta area without a head");
   if (std::exchange(landing.loan, 0)) {  // who has it may write there still: the block gets other memory
     give_up(landing, Outcome::Open);
-    create(landing);
+    headed_.push_back(&landing);
+    create_headed();
   }
   const uint64_t at = landing.layout->meta_offset(landing.tokens);
   take_bytes(head, landing, at, landing.layout->meta_bytes(landing.tokens), landing.layout->extent_bytes(landing.tokens) - at);

@@ -82,7 +82,7 @@ class BlockReceiver {
   void take_meta(const Frame& head, Item& landing);
   void take_layer(const Frame& head, Item& landing);
   void take_whole(Item& landing);
-  bool create(Item& landing);
+  void create_headed();
   void take_offer(const Frame& head, Item& landing);
   void take_placed(Item& landing);
   bool is_as_offered(const Item& landing) const;
@@ -107,7 +107,8 @@ class BlockReceiver {
   uint32_t beside_ = 0;      // of this answer's frames, those that brought no layer
   Item* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
   uint64_t unmarked_bytes_ = 0;
-  bool to_tell_ = false;  // something became visible that nobody has been woken for
+  std::vector<Item*> headed_;  // their memory is yet to be asked for: of what came together at once
+  bool to_tell_ = false;       // something became visible that nobody has been woken for
 };
 
 }  // namespace kv::peer
