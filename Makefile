@@ -115,16 +115,19 @@ serve: model ## a daemon, a server and its page on the example model, on loopbac
 page: model $(VENV)/.browser ## every control of the chat page in a real browser (Debian: apt install chromium); writes build/page
 	@mkdir -p build/page && PAGE_SHOTS=build/page $(PY) -m pytest -q tests/serve/test_page.py
 
+# Those in C++ wait for files, sockets and deadlines for most of their time: two for each of JOBS.
+CTEST = $(VENV)/bin/ctest --test-dir build/dev -j $$((2 * $(JOBS))) --output-on-failure
+
 # Files side by side, one more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
 # `alone` waits for the others (tests/turns.py); what takes long comes first (tests/order.py).
 BESIDE = -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder
 
 test: model native-tests ## build and pass the tests
-	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
+	@$(CTEST)
 	@$(PY) -m pytest -q $(BESIDE) -m "not slow and not engines"
 
 test-all: model native-tests $(VENV)/.clients ## also the slow tests and other releases of transformers
-	@$(VENV)/bin/ctest --test-dir build/dev -j $(JOBS) --output-on-failure
+	@$(CTEST)
 	@$(PY) -m pytest -q $(BESIDE) --whole
 
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
