@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvclient.hf.release import DUMMIES, INDEXED, NAMES, STATES
+from kvclient.hf.release import DUMMIES, INDEXED, NAMES, STATES, compresses
 
 # Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
 # tokens are not all the model sees (images, token types, adapters' own arguments, …).
@@ -148,7 +148,7 @@ def _check_given(cache: Any) -> None:
         raise Bypassed("cache_implementation", type(cache).__name__)
     if any(isinstance(layer, DynamicLayer) for layer in cache.layers) and cache.get_seq_length():
         raise Bypassed("user_cache", f"{cache.get_seq_length()} tokens in it")
-    if any(type(layer) not in (*REPLACED, *BESIDE) for layer in cache.layers):
+    if any(type(layer) not in (*REPLACED, *BESIDE) and not compresses(layer) for layer in cache.layers):
         raise Bypassed("cache_implementation", str({type(layer).__name__ for layer in cache.layers}))
 
 

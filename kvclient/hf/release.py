@@ -42,6 +42,11 @@ DUMMIES: tuple[type, ...] = tuple(
 )
 
 
+def compresses(layer: Any) -> bool:
+    """Whether a layer of a cache keeps entries that tokens are compressed to (DeepSeek V4)."""
+    return hasattr(layer, "store_compression_weights")
+
+
 def name_of(model: Any = None) -> str:
     """The argument that this model, or without one most models, takes its cache in."""
     return "cache_params" if CACHE == "past_key_values" and "mamba" in type(model).__name__.lower() else CACHE

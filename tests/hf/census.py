@@ -23,6 +23,7 @@ import kvclient
 import kvclient.hf
 from tests.hf.census_sizes import LACKING, SIZES
 from tests.hf.zoo import (
+    COMPRESSED,
     INDEXED,
     LATENT,
     MOVED,
@@ -59,7 +60,7 @@ def known_types() -> list[str]:
 def zoo() -> dict[str, str]:
     """The zoo's models by the name of their class: where there are several, the first."""
     out: dict[str, str] = {}
-    every = {**SERVED, **LATENT, **INDEXED, **WINDOWED, **RECURRENT, **MOVED, **REFUSED}
+    every = {**SERVED, **LATENT, **INDEXED, **COMPRESSED, **WINDOWED, **RECURRENT, **MOVED, **REFUSED}
     for name, (_, model_name, *_) in every.items():
         out.setdefault(model_name, name)
     return out
@@ -141,11 +142,13 @@ def what(model) -> str:
     """What is stored of it, in a few words."""
     kv = kvclient.hf.model.structure.check_structure(model)
     words = []
-    if kv.main is None or kv.main:
+    if kv.rates:
+        words.append("entries of tokens")
+    elif kv.main is None or kv.main:
         words.append("latent" if kv.latent else "all tokens")
     windows = sorted({group.window for group in kv.groups if group.window})
     words += [f"windows of {', '.join(map(str, windows))}"] if windows else []
-    words += ["indexer keys"] if kv.indexed else []
+    words += ["indexer keys"] if kv.beside and not kv.rates else []
     words += ["states"] if kv.states else []
     return " and ".join(words) or "other shapes"
 

@@ -35,6 +35,18 @@ VISION = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32,
     patch_size=16,
 )  # fmt: skip
+AUDIO = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_mel_bins=8,
+)  # fmt: skip
+DOTS3 = dict(
+    mlp_layer_types=["dense", "sparse"], layer_types=["indexed_attention", "sliding_attention"],
+    sliding_window=16, shared_experts_intermediate_size=32, per_layer_config={},
+    **INDEXED | dict(head_dim=16),
+)  # fmt: skip
+QWEN4 = LINEAR | dict(
+    layer_types=["linear_attention", "indexed_attention"], indexer_n_heads=8, indexer_kv_heads=1,
+    indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4, hc_count=2, hc_lowrank=16,
+)  # fmt: skip
 
 SIZES: dict[str, dict[str, Any]] = {
     "axk1": dict(mlp_layer_types=["dense", "sparse"], **MLA),
@@ -55,16 +67,14 @@ SIZES: dict[str, dict[str, Any]] = {
         ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2), max_seq_len=512,
     ),
     "deepseek_v32": dict(mlp_layer_types=["dense", "sparse"], **INDEXED),
-    "dots3_note_text": dict(
-        mlp_layer_types=["dense", "sparse"], layer_types=["indexed_attention", "sliding_attention"],
-        sliding_window=16, shared_experts_intermediate_size=32, per_layer_config={},
-        **INDEXED | dict(head_dim=16),
-    ),
+    "dots3_note": DOTS3,
+    "dots3_note_text": DOTS3,
     "gemma3n_text": dict(
         num_hidden_layers=4, num_kv_shared_layers=2, hidden_size_per_layer_input=16, laurel_rank=8,
         intermediate_size=[64] * 4, activation_sparsity_pattern=[0.0] * 4, vocab_size_per_layer_input=320,
         **{**WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "gemma4_assistant": GEMMA4 | dict(hidden_size_per_layer_input=0),
     "gemma4_text": GEMMA4,
     "glm_moe_dsa": dict(
         mlp_layer_types=["dense", "sparse"], indexer_types=["full", "full"],
@@ -77,6 +87,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_neo": dict(
         attention_types=[[["global", "local"], 1]], hidden_size=48, window_size=16, num_heads=4,
         attention_layers=["global", "local"],
+    ),
+    "got_ocr2": dict(
+        text_config=TEXT,
+        vision_config=VISION | dict(mlp_dim=16, output_channels=16, global_attn_indexes=[0]),
     ),
     "helium": dict(head_dim=12),
     "hunyuan_v1_dense": dict(head_dim=12),
@@ -92,14 +106,24 @@ SIZES: dict[str, dict[str, Any]] = {
     "marian": DECODER,
     "mbart": DECODER,
     "moshi": dict(ffn_dim=64, head_dim=12),
+    "moss_transcribe_diarize": dict(text_config=TEXT, audio_config=AUDIO),
     "mvp": DECODER,
     "pegasus": DECODER,
+    "phi4_multimodal": dict(
+        vision_config=VISION,
+        audio_config=dict(
+            hidden_size=16, intermediate_size=16, num_blocks=1, num_attention_heads=2, input_size=8,
+            ext_pw_out_channel=16, depthwise_separable_out_channel=16, nemo_conv_channels=16,
+        ),
+    ),
     "plbart": DECODER,
     "prophetnet": dict(
         num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=4,
         num_decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, is_decoder=True,
     ),
     "qwen3_5_moe": LINEAR,
+    "qwen4_exp": QWEN4,
+    "qwen4_exp_text": QWEN4,
     "qwen3_5_moe_text": LINEAR,
     "reformer": dict(
         is_decoder=True, axial_pos_shape=[16, 32], axial_pos_embds_dim=[16, 32], attention_head_size=12,
@@ -107,6 +131,7 @@ SIZES: dict[str, dict[str, Any]] = {
         lsh_attn_chunk_length=16, num_buckets=4,
     ),
     "whisper": DECODER | dict(max_target_positions=512, num_mel_bins=8),
+    "xlstm": dict(hidden_size=128, num_heads=2, num_blocks=2, chunk_size=16),
     "xmod": dict(is_decoder=True, languages=["en_XX"], default_language="en_XX"),
     "zamba": dict(
         num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "hybrid"],

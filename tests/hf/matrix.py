@@ -10,7 +10,7 @@ import transformers
 from kvclient.hf.model.structure import Refused, check_structure
 from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.repair import Repair
-from tests.hf.zoo import INDEXED, LATENT, MOVED, RECURRENT, REFUSED, SERVED, WINDOWED, build
+from tests.hf.zoo import COMPRESSED, INDEXED, LATENT, MOVED, RECURRENT, REFUSED, SERVED, WINDOWED, build
 
 
 def rows() -> list[str]:
@@ -18,7 +18,7 @@ def rows() -> list[str]:
         f"| architecture (transformers {transformers.__version__}) | prefixes | inside prompts |",
         "|---|---|---|",
     ]
-    for name in (*SERVED, *MOVED, *LATENT, *INDEXED, *WINDOWED, *RECURRENT, *REFUSED):
+    for name in (*SERVED, *MOVED, *LATENT, *INDEXED, *COMPRESSED, *WINDOWED, *RECURRENT, *REFUSED):
         model = build(name)
         if model is not None:
             out.append(f"| {name} | {' | '.join(_row(model))} |")

@@ -106,6 +106,18 @@ INDEXED = {
     ),
 }  # fmt: skip
 
+# A window, and entries that tokens are compressed to: four, or eight, to an entry. Hits end behind eighths.
+COMPRESSED = {
+    "deepseek_v4": (
+        "DeepseekV4Config", "DeepseekV4ForCausalLM",
+        dict(head_dim=16, num_key_value_heads=1, q_lora_rank=16, o_groups=2, o_lora_rank=16, hc_mult=2, hc_sinkhorn_iters=2,
+             compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8), sliding_window=16,
+             layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+             mlp_layer_types=["moe", "moe", "hash_moe"], index_head_dim=16, index_n_heads=8, index_topk=4,
+             n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    ),
+}  # fmt: skip
+
 # Served as prefixes only: their keys cannot be moved. name -> a word of the reason
 UNMOVED = {
     "gpt2": "learned", "opt": "learned",
@@ -237,7 +249,7 @@ def build(
     layers: int = 3,
 ):
     """The model in eval mode, the same in every process for one seed. None if this release does not know it."""
-    config_name, model_name, own, *_ = {**SERVED, **MOVED, **LATENT, **INDEXED, **WINDOWED, **RECURRENT, **REFUSED}[name]
+    config_name, model_name, own, *_ = {**SERVED, **MOVED, **LATENT, **INDEXED, **COMPRESSED, **WINDOWED, **RECURRENT, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
     if name == "granite_attention" and not hasattr(transformers.DynamicCache, "has_previous_state"):

@@ -82,11 +82,14 @@ class ModelState:
         if kv.states and self.options.chunker.name != "fixed":
             cut = f"chunker={self.options.chunker.name!r}"
             raise InvalidArgument(f"{cut} with recurrent layers, whose states take blocks of one size")
+        if kv.stride > 1 and (self.options.chunker.name != "fixed" or self.options.chunker.most % kv.stride):
+            cut = f"chunker={self.options.chunker.name!r} with blocks of {self.options.chunker.most} tokens"
+            raise InvalidArgument(f"{cut}: of this model they have to be multiples of {kv.stride} tokens")
         if kv.states:
             why = "has recurrent layers, served beside a dense cache only"
             return self.adopted.decline(model, "states", why)
         why = "caches what its attention does not attend to as it is"
-        return kv.latent and self.adopted.decline(model, "latent", why)
+        return (kv.latent or kv.beside) and self.adopted.decline(model, "latent", why)
 
     def renew(self, model: torch.nn.Module) -> None:
         """Examines a changed model. A refusal is remembered until it changes again, and raised."""

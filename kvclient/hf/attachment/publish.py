@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvclient.hf.cache.indexed import every_part
 from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Clock
 from kvclient.hf.connector.layer_groups import StoredGroup
@@ -26,7 +27,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     """
     served, options = attachment._current(model), attachment._model_state.options
     options = attachment._local.settings.over(options)
-    layers = list(cache.layers)
+    layers = every_part(cache.layers)
     if served is None or served.states is not None:
         return 0
     if any(not isinstance(kept, StoreLayer) or kept.storage is None for kept in layers):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvclient.hf.release import DUMMIES, INDEXED, STATES
+from kvclient.hf.release import DUMMIES, INDEXED, STATES, compresses
 
 ALIGN = 64  # bytes, as torch's own allocator does: kernels read it in such pieces
 GROWTH = 1.5  # of the capacity, when a generation outgrows what was foreseen
@@ -110,6 +110,11 @@ class StoreLayer(DynamicLayer):
         if self.written is not None:
             self.written(self.index, start, stop, storage, self.origin)
         return self.keys, self.values
+
+    def load(self) -> None:
+        """Its first tokens, now and not when the model asks."""
+        if self._length:
+            self._open()
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self._plain else self._length
@@ -311,6 +316,7 @@ def replace_layers(cache: Cache, layers: list[StoreLayer]) -> None:
         for layer in cache.layers
         if not isinstance(layer, StoreLayer)
         and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *INDEXED)
+        and not compresses(layer)
     ]
     assert not foreign, f"attach() should have refused a cache with {foreign}"
     cache.layers[:] = layers

@@ -109,7 +109,7 @@ class GroupMatch:
 
     def covers(self, stop: int) -> bool:
         """Whether a hit can end behind token `stop`, as far as look() saw."""
-        return all(
+        return stop % self.stored.group.stride == 0 and all(
             index < len(self._states) and self._states[index] != MISSING
             for index in self.stored.needed(self.starts, stop)
         )

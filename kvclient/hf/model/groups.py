@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.proof import evaluating
 from kvclient.hf.model.own_caches import empty_cache
-from kvclient.hf.release import BOTH, passing
+from kvclient.hf.release import passing
 
 BEHIND = 7  # tokens behind a window in the proof
 LOUD = 30.0  # V of the tokens that must not be seen
@@ -35,6 +35,7 @@ class LayerGroup:
     key_dim: int = 0  # of K, where V is of another width; 0: it is not
     window: int = 0
     chunked: bool = False
+    stride: int = 1  # a hit ends behind a multiple of so many tokens only
 
     def first_seen(self, token: int) -> int:
         """The first token that this one sees."""
@@ -56,13 +57,13 @@ def windows_of(config: Any) -> list[tuple[int, bool]]:
     return out
 
 
-class _Past(DynamicLayer):
-    """A layer with a past that is made when it is asked for: K is 0, V is LOUD up to a token and 0 behind."""
+class _Past:
+    """Put before the class of a cache's layer: it has a past that is made when it is asked for. K is 0, V is
+    LOUD up to a token and 0 behind; the keys of an indexer are 0."""
 
-    def __init__(
-        self, group: LayerGroup, length: int, loud: int, like: torch.Tensor, **of_states: int
-    ) -> None:
-        super().__init__(**of_states)
+    _layer_type = None  # else transformers takes a subclass for its own layer from then on
+
+    def begin(self, group: LayerGroup, length: int, loud: int, like: torch.Tensor) -> None:
         value_dim = group.head_dim - group.key_dim
         self._widths = (group.key_dim or value_dim, value_dim)
         self._heads, self._length, self._loud, self._like = group.heads, length, loud, like
@@ -79,9 +80,8 @@ class _Past(DynamicLayer):
     def get_seq_length(self) -> int:
         return self._length
 
-
-class _PastBesideState(_Past, BOTH):
-    """The same of a layer with states, of which there are none yet."""
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length + query_length, 0
 
 
 @torch.no_grad()
@@ -101,9 +101,11 @@ def sees_only_windows(model: torch.nn.Module, groups: Sequence[LayerGroup], dtyp
         cache = empty_cache(model)
         cache.reset()  # of states that lie in the model
         for index, group in layers.items():
-            known = (group, past, loud * group.first_seen(past), like)
-            count = getattr(cache.layers[index], "number_of_states", 0)
-            cache.layers[index] = _PastBesideState(*known, number_of_states=count) if count else _Past(*known)
+            layer = cache.layers[index]
+            made: Any = object.__new__(type("_PastLayer", (_Past, type(layer)), {}))
+            vars(made).update(vars(layer))
+            made.begin(group, past, loud * group.first_seen(past), like)
+            cache.layers[index] = made
         forget_pending()
         try:
             with evaluating(model):

@@ -12,6 +12,7 @@ hides what lies outside, as it does when a prompt is computed in one pass.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.proof import evaluating
-from kvclient.hf.cache.indexed import number_of
+from kvclient.hf.model.beside import compressed_in, indexers_in, positions_in
 from kvclient.hf.model.groups import LayerGroup, sees_only_windows, windows_of
 from kvclient.hf.model.own_caches import empty_cache, keeps_states
 from kvclient.hf.model.states import StateTensor, goes_on, states_in
 from kvclient.hf.model.watch import foreign_hook
-from kvclient.hf.release import DUMMIES, INDEXED, STATES, cache_of, passing
+from kvclient.hf.release import DUMMIES, INDEXED, STATES, cache_of, compresses, passing
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -53,12 +54,15 @@ class KVShape:
     states: tuple[StateTensor, ...] = ()
     stepwise: bool = False  # behind a state the model takes one token at a time only
     most_tokens: int = 0  # of a call; 0: any
+    positions: tuple[int, int] = (0, 0)  # kinds that are kept beside an indexer's keys, and in which layer
+    rates: tuple[tuple[int, int], ...] = ()  # layers that compress tokens, and how many to an entry
 
     @property
     def latent(self) -> bool:
         """Whether some layer's K and V are of different widths."""
-        main = self.main is None or bool(self.main)
-        return (main and bool(self.key_dim)) or any(group.key_dim for group in self.groups)
+        main = self.main is None or (bool(self.main) and self.main[0] < self.layers)
+        real = [group for group in self.groups if group.layers[0] < self.layers]
+        return (main and bool(self.key_dim)) or any(group.key_dim for group in real)
 
     @property
     def shares(self) -> bool:
@@ -69,9 +73,15 @@ class KVShape:
         return not kept.issuperset(range(self.layers))
 
     @property
-    def indexed(self) -> bool:
-        """Whether some layer keeps the keys of an indexer besides."""
-        return any(layer >= self.layers for group in self.groups for layer in group.layers)
+    def beside(self) -> bool:
+        """Whether some layer keeps more of tokens than K and V: the keys of an indexer, or entries."""
+        parts = (self.main or (), *(group.layers for group in self.groups))
+        return any(layer >= self.layers for part in parts for layer in part)
+
+    @property
+    def stride(self) -> int:
+        """A hit ends behind a multiple of so many tokens only."""
+        return math.lcm(*(rate for _, rate in self.rates))
 
     @property
     def plain(self) -> bool:
@@ -141,6 +151,7 @@ def _check_layers(name: str, model: torch.nn.Module, config: Any) -> int:
                 f"{name} has sliding-window layers of {window} tokens, and no mask of transformers for "
                 "them: what it sees may hang on what its cache drops"
             )
+    kinds = {kind for kind in kinds if not compresses(kind)}
     if foreign := kinds - {DynamicLayer, DynamicSlidingWindowLayer, *STATES, *DUMMIES, *INDEXED}:
         words = ", ".join(sorted(kind.__name__ for kind in foreign))
         raise Refused(f"{name} keeps more than K and V of each token, or a state ({words})")
@@ -161,7 +172,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 def _probe(name: str, model: torch.nn.Module, config: Any, whole: bool) -> KVShape:
     """whole: layers with windows are stored as if they had none."""
     layers = empty_cache(model).layers
-    special = any(isinstance(layer, (*STATES, *DUMMIES, *INDEXED)) for layer in layers)
+    special = any(isinstance(layer, (*STATES, *DUMMIES, *INDEXED)) or compresses(layer) for layer in layers)
     cache = empty_cache(model) if special else DynamicCache()  # every layer keeps all tokens
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
     forget_pending()  # of a pass that failed in this thread, or of a cache used after detach()
@@ -184,14 +195,18 @@ def _probe(name: str, model: torch.nn.Module, config: Any, whole: bool) -> KVSha
             kept[index] = layer
         elif not isinstance(layer, DUMMIES) and index not in {state.layer for state in states}:
             raise Refused(f"{name} has layers that fill no K and V of their own, and no state")
-    none, windows = [(0, False)] * 2 * len(cache.layers), windows_of(config)
-    found = _groups(name, kept, none if whole or len(windows) != len(cache.layers) else windows)
-    indexers = _groups(name, _indexers(cache), none)
-    dtype = _one_dtype(name, {**kept, **_indexers(cache)})
+    windows, beside = dict(enumerate(windows_of(config))), indexers_in(cache)
+    rates, entries, near = compressed_in(model)
+    found = _groups(name, kept, {} if whole or len(windows) != len(cache.layers) else windows)
+    dtype = _one_dtype(name, {**kept, **beside, **entries})
     if any(group.window for group in found) and not sees_only_windows(model, found, dtype):
-        found = _groups(name, kept, none)  # stored whole
-    found += indexers
+        found = _groups(name, kept, {})  # stored whole
+    shortened = {number: _first(layer) for number, layer in entries.items()}
+    found += _groups(name, {**beside, **shortened}, near)
+    stride = math.lcm(*rates.values())
+    found = [dataclasses.replace(group, stride=stride) for group in found]
     shape = _shape(len(cache.layers), found, dtype, states)
+    shape = dataclasses.replace(shape, rates=tuple(rates.items()), positions=positions_in(cache))
     if not states:
         return shape
     right = goes_on(model)
@@ -200,14 +215,11 @@ def _probe(name: str, model: torch.nn.Module, config: Any, whole: bool) -> KVSha
     return dataclasses.replace(shape, stepwise=not right["several"])
 
 
-def _indexers(cache: Any) -> dict[int, DynamicLayer]:
-    """The keys of indexers, as layers of one head without V."""
-    found = {}
-    for index, layer in enumerate(cache.layers):
-        if (keys := getattr(layer, "indexer_keys", None)) is not None:
-            made = found[number_of(index, len(cache.layers))] = DynamicLayer()
-            made.keys, made.values = keys[:, None], keys[:, None, :, :0]
-    return found
+def _first(layer: Any) -> DynamicLayer:
+    """As if it had PROBE_TOKENS."""
+    shown = DynamicLayer()
+    shown.keys, shown.values = layer.keys[:, :, :PROBE_TOKENS], layer.values[:, :, :PROBE_TOKENS]
+    return shown
 
 
 def _one_dtype(name: str, kept: dict[int, Any]) -> torch.dtype:
@@ -217,7 +229,7 @@ def _one_dtype(name: str, kept: dict[int, Any]) -> torch.dtype:
     return dtypes.pop() if dtypes else torch.float32
 
 
-def _groups(name: str, kept: dict[int, Any], windows: list[tuple[int, bool]]) -> list[LayerGroup]:
+def _groups(name: str, kept: dict[int, Any], windows: dict[int, tuple[int, bool]]) -> list[LayerGroup]:
     """Layers of one shape and one need, in order of their first."""
     alike: dict[Any, list[int]] = {}
     for index, layer in kept.items():
@@ -225,7 +237,7 @@ def _groups(name: str, kept: dict[int, Any], windows: list[tuple[int, bool]]) ->
         if of_keys != of_values or (of_keys[0], of_keys[2]) != (1, PROBE_TOKENS):
             raise Refused(f"{name} caches K of {of_keys} and V of {of_values} for 1 row of {PROBE_TOKENS}")
         width = (key_dim, 0) if key_dim == value_dim else (key_dim + value_dim, key_dim)
-        alike.setdefault((of_keys[1], *width, *windows[index]), []).append(index)
+        alike.setdefault((of_keys[1], *width, *windows.get(index, (0, False))), []).append(index)
     return [LayerGroup(tuple(layers), *shape) for shape, layers in alike.items()]
 
 

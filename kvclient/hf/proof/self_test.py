@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,9 +116,10 @@ class _Trial:
         self.in_place, self.paged = in_place, paged
         self.name = type(model).__name__
         self.window = window = widest_window(model.config.get_text_config(decoder=True))
-        passed = (window + BLOCK_TOKENS) // BLOCK_TOKENS if window <= MOST_TOKENS else 0
+        self.block = math.lcm(BLOCK_TOKENS, shape.stride)
+        passed = (window + self.block) // self.block if window <= MOST_TOKENS else 0
         self.blocks = max(PREFIX_BLOCKS, passed)
-        self.prefix = tokens(model, BLOCK_TOKENS * self.blocks, 1)
+        self.prefix = tokens(model, self.block * self.blocks, 1)
         self.a, self.b = (torch.cat([self.prefix, tokens(model, SUFFIX_TOKENS, seed)]) for seed in (2, 3))
         self.config = GenerationConfig(
             do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
@@ -147,7 +149,7 @@ class _Trial:
             attach(
                 self.model,
                 client,
-                block_tokens=BLOCK_TOKENS,
+                block_tokens=self.block,
                 self_test=False,
                 in_place=self.in_place,
                 paged=self.paged,
@@ -190,7 +192,7 @@ class _Trial:
     def _first_run(self) -> tuple[torch.Tensor, Any]:
         """Logits of A, and a cache of all its tokens; none where a plain
         DynamicCache does not hold all that they are."""
-        if self.shape.states or self.shape.shares or self.shape.indexed:
+        if self.shape.states or self.shape.shares or self.shape.beside:
             return self._generate(self.a[None])[0], None
         logits, cache = self._generate(self.a[None], **passing(DynamicCache()))
         return self._generate(self.a[None])[0] if self.window else logits, cache
@@ -217,7 +219,7 @@ class _Trial:
 
     def _padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Two rows: B, and a shorter prompt with the same first block behind padding."""
-        short = torch.cat([self.prefix[: 2 * BLOCK_TOKENS], tokens(self.model, 3, 4)])
+        short = torch.cat([self.prefix[: 2 * self.block], tokens(self.model, 3, 4)])
         pad = len(self.b) - len(short)
         rows = torch.stack(
             [self.b, torch.cat([torch.zeros(pad, dtype=torch.int64, device=short.device), short])]

@@ -14,6 +14,7 @@ import torch
 
 from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.attention.registered import count_fallback
+from kvclient.hf.cache.compressed import CompressedLayer
 from kvclient.hf.cache.device import DeviceLayer, Positions
 from kvclient.hf.cache.hybrid import HybridLayer
 from kvclient.hf.cache.in_place import IN_PLACE_DEVICES, InPlaceLayer
@@ -81,6 +82,8 @@ class CacheBuilder:
             for index, storage in zip(form.of or range(form.layers), spare, strict=True):
                 made = (self._kind(index) or make)(index, shape, self._prefix, written, storage)
                 layers.append(made.of_states(self._count(index)) if isinstance(made, HybridLayer) else made)
+                if isinstance(made, CompressedLayer):
+                    made.rate = dict(self._served.rates)[index]
         return sorted(layers, key=lambda layer: layer.index)
 
     def _count(self, layer: int) -> int:
@@ -97,6 +100,8 @@ class CacheBuilder:
             return StoreLayer
         if not self._served.groups:
             return None
+        if layer in dict(self._served.rates):
+            return CompressedLayer
         parts = {number for group in self._served.groups for number in group.form.of or ()}
         return IndexedLayer if number_of(layer, layers) in parts else None
 

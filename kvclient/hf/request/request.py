@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.attention.handle import forget_pending
-from kvclient.hf.cache.indexed import with_parts
+from kvclient.hf.cache.indexed import set_positions, with_parts
 from kvclient.hf.cache.layer import Memory, StoreLayer, replace_layers
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import Steps
@@ -326,12 +326,12 @@ class Request:
         )  # fmt: skip
         self._layers = builder.layers(config, device, self._told(), self._memory)
         self._staged, self._steps = builder.staged, builder.steps
-        served, layers = self._served_model, self._layers
-        replace_layers(cache, with_parts(layers, served.layers) if served.groups else layers)
-        states = self._served_model.states
-        if states is not None and self._hit:
+        served = self._served_model
+        replace_layers(cache, with_parts(self._layers, served.layers) if served.groups else self._layers)
+        set_positions(cache, served.positions, self._hit, self._prompt.rows, device)
+        if served.states is not None and self._hit:
             rows = {row: prefix.states.tensors for prefix in self._found for row in prefix.group.rows}
-            restore(cache, states.states, [rows[row] for row in sorted(rows)], device)
+            restore(cache, served.states.states, [rows[row] for row in sorted(rows)], device)
 
     def _told(self) -> Callable[..., None] | None:
         """Who is told of new columns, for as long as the store takes them."""

@@ -42,6 +42,8 @@ class ServedModel:
     layers: int = 0  # of the model's cache
     stepwise: bool = False  # behind a state the model takes one token at a time only
     most_tokens: int = 0  # of a call; 0: any
+    positions: tuple[int, int] = (0, 0)  # kinds that are kept beside an indexer's keys, and in which layer
+    rates: tuple[tuple[int, int], ...] = ()  # layers that compress tokens, and how many to an entry
 
     # Whether a prefix is of use only where other layers, or states, are found too.
     grouped: bool = field(init=False)
@@ -139,4 +141,5 @@ class ServedModels:
         return ServedModel(
             reuse_identity(dimensions), unsalted, layout_id, form, sinks=sinks, groups=groups, states=states,
             layers=kv.layers, stepwise=kv.stepwise, most_tokens=kv.most_tokens,
+            rates=kv.rates, positions=kv.positions,
         )  # fmt: skip

@@ -49,6 +49,10 @@ def examine_non_prefix(model: torch.nn.Module, kv: KVShape, repair: Repair) -> N
             f"{type(model).__name__} caches a latent and a rope key, no K and V of heads: only prefixes "
             "are reused"
         )
+    if kv.beside:
+        raise Refused(
+            f"{type(model).__name__} keeps more of a token than K and V of heads: only prefixes are reused"
+        )
     if kv.shares:
         raise Refused(
             f"{type(model).__name__} has layers that keep no K and V of their own: only prefixes are reused"

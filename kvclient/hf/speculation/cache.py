@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvclient.hf.release import passing
+from kvclient.hf.release import compresses, passing
 from kvclient.hf.speculation.draft import Draft
 
 
@@ -25,7 +25,7 @@ def unfit(model: torch.nn.Module, cache: Any) -> str | None:
     for layer in layers:
         if not isinstance(layer, DynamicLayer) or isinstance(layer, DynamicSlidingWindowLayer):
             return "cache"
-        if hasattr(layer, "update_indexer"):
+        if hasattr(layer, "update_indexer") or compresses(layer):
             return "cache"
     return None
 

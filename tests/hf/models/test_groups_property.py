@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import kvclient
 import kvclient.hf
-from kvclient.hf.release import STATES
+from kvclient.hf.release import INDEXED, STATES
 from tests.hf.zoo import VOCAB, generate, prompt
 
 NEW = 5
@@ -43,6 +43,39 @@ def recurrent(kinds: list[str], _window: int):
         num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16, **SIZES,
     )  # fmt: skip
     return made(transformers.Qwen3NextForCausalLM, config)
+
+
+def indexed(kinds: list[str], _window: int):
+    config = transformers.DeepseekV32Config(
+        num_hidden_layers=len(kinds), mlp_layer_types=["dense"] * len(kinds), q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, index_topk=8, index_head_dim=16,
+        index_n_heads=8, **SIZES | dict(head_dim=8, num_key_value_heads=4),
+    )  # fmt: skip
+    return made(transformers.DeepseekV32ForCausalLM, config)
+
+
+def compressed(kinds: list[str], window: int):
+    """"full_attention" stands for entries of two tokens, the other kind for a window, behind one of four."""
+    names = {"full_attention": "compressed_sparse_attention", "sliding_attention": "sliding_attention"}
+    kinds = ["heavily_compressed_attention", *(names[kind] for kind in kinds)]
+    config = transformers.DeepseekV4Config(
+        num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=window, q_lora_rank=16, o_groups=2,
+        compress_rates=dict(compressed_sparse_attention=2, heavily_compressed_attention=4), o_lora_rank=16,
+        mlp_layer_types=["moe"] * len(kinds), index_head_dim=16, index_n_heads=8, index_topk=4, hc_mult=2,
+        hc_sinkhorn_iters=2, n_routed_experts=2, num_experts_per_tok=2, moe_intermediate_size=16,
+        **SIZES | dict(num_key_value_heads=1),
+    )  # fmt: skip
+    return made(transformers.DeepseekV4ForCausalLM, config)
+
+
+def windows_and_states(kinds: list[str], window: int):
+    """RecurrentGemma: its states lie in its modules."""
+    names = {"full_attention": "recurrent", "sliding_attention": "attention"}
+    config = transformers.RecurrentGemmaConfig(
+        num_hidden_layers=len(kinds) + 1, block_types=[*(names[kind] for kind in kinds), "recurrent"],
+        lru_width=32, attention_window_size=window, **SIZES,
+    )  # fmt: skip
+    return made(transformers.RecurrentGemmaForCausalLM, config)
 
 
 def made(kind, config):
@@ -106,14 +139,25 @@ def test_states(kinds, block, every, steps):
     answers_are_a_full_prefills(recurrent(kinds, 0), block, every, steps)
 
 
+NEWER = [windows_and_states] + ([indexed] if INDEXED else [])
+NEWER += [compressed] if hasattr(transformers, "DeepseekV4Config") else []
+
+
+@pytest.mark.parametrize("make", NEWER)
+@settings(PROFILE, max_examples=2)
+@given(kinds=st.lists(WINDOWED, min_size=1, max_size=2), window=st.integers(2, 20), **HISTORY)
+def test_what_is_kept_besides(make, kinds, window, block, every, steps):
+    answers_are_a_full_prefills(make(kinds, window), block, every, steps)
+
+
 @pytest.mark.slow
 @MANY
 @given(
-    make=st.sampled_from([windowed, recurrent] if STATES else [windowed]),
+    make=st.sampled_from([windowed, recurrent, *NEWER] if STATES else [windowed]),
     marked=st.lists(st.booleans(), min_size=1, max_size=5), window=st.integers(2, 40), **HISTORY,
 )  # fmt: skip
 def test_many(make, marked, window, block, every, steps):
-    other = "sliding_attention" if make is windowed else "linear_attention"
+    other = "linear_attention" if make is recurrent else "sliding_attention"
     kinds = [other if mark else "full_attention" for mark in marked]
     answers_are_a_full_prefills(make(kinds, window), block, every, steps)
 
