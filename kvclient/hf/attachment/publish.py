@@ -15,10 +15,10 @@ from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Clock
 from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.save import Publisher
-from kvclient.hf.request.claims import tail_tokens
 
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment
+    from kvclient.hf.request.served_model import ServedModel
 
 
 def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: Any) -> int:
@@ -36,7 +36,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
     first = bisect_left(list(chain.start_tokens), max(layer.origin for layer in layers))
     kept = (served.tails or (options.tails and served.plain)) and len(chain) and first <= len(chain)
-    left = tail_tokens(held - chain.num_tokens, served.form.step, options.chunker.block_tokens) if kept else 0
+    left = served.tail_tokens(held - chain.num_tokens, options.chunker.block_tokens) if kept else 0
     if first >= len(chain) and not left:
         return 0
     storages = [(layer.index, layer.storage, layer.origin) for layer in layers]
@@ -48,15 +48,32 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     try:
         if first < len(chain):
             publisher.publish(chain, first, 0, 0, storages)
-        if left:
-            ended = options.chunker.chain(
-                served.identity, list(tokens[: chain.num_tokens + left]), partial=True
-            )
-            publisher.publish(ended, len(chain), 0, 0, storages, options.priority // 2)
     finally:
         publisher.abort()
+    published = publisher.published
+    if left:
+        published += _publish_tail(attachment, served, list(tokens[: chain.num_tokens + left]), storages)
     for stored in served.groups:
         _publish_end(attachment, stored, list(tokens[:held]), storages)
+    return published
+
+
+def _publish_tail(
+    attachment: Attachment, served: ServedModel, tokens: Sequence[int],
+    storages: Sequence[tuple[int, Any, int]],
+) -> int:  # fmt: skip
+    """A shorter block for the tokens behind the last whole one."""
+    options, parts = attachment._local.settings.over(attachment._model_state.options), served.parts
+    of = (served.identity, served.layout_id, served.form)
+    identity, layout, form = of if parts is None else (parts.identity, parts.layout_id, parts.form)
+    chain, layout = options.chunker.chain(identity, tokens, partial=True), -1 if layout is None else layout
+    publisher = Publisher(
+        attachment.client, layout, form.layers, options.priority, options.ttl_s, Clock(), form
+    )  # fmt: skip
+    try:
+        publisher.publish(chain, len(chain) - 1, 0, 0, storages, options.priority // 2)
+    finally:
+        publisher.abort()
     return publisher.published
 
 

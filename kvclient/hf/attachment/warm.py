@@ -15,7 +15,7 @@ from kvclient.blocks.chunker import CHUNKERS, cuts
 from kvclient.blocks.reuse_plan import MOST_TOKENS
 from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
-from kvclient.hf.request.claims import tail_tokens
+from kvclient.hf.connector.part import tail_tokens
 
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment

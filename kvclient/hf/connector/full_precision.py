@@ -88,7 +88,7 @@ class FullPrecisionBlocks:
         last: Publisher, priority: int,
     ) -> None:  # fmt: skip
         self._forms, self._client, self._chunker, self._priority = forms, client, chunker, priority
-        self._first, self._last = first, last
+        self._first, self.last = first, last
         self._grown: dict[int, Any] = {}  # per row the last whole block of its answer, as stored
         self.publishers = (first, last)
 
@@ -123,7 +123,7 @@ class FullPrecisionBlocks:
         chain = self._chunker.chain(self._forms.last.identity, prefix.group.tokens[:stop])
         first = len(prefix.views) + (prefix.part is not None)  # the first block of which nothing was loaded
         if len(chain) > first and self._forms.last.layout_id is not None:
-            self._last.claim(chain, len(chain) - 1, row, pad, self._priority // 2)
+            self.last.claim(chain, len(chain) - 1, row, pad, self._priority // 2)
 
     def grow(self, tokens: Any, row: int, pad: int, storages: Any, loaded: int) -> None:
         """The last whole block of a row's answer in the place of the one before. loaded: columns that were
@@ -134,7 +134,7 @@ class FullPrecisionBlocks:
         if last is None or pad + last.start_token < loaded or self._forms.last.layout_id is None:
             return
         before, self._grown[row] = self._grown.get(row), last
-        self._last.publish(chain, len(chain) - 1, row, pad, storages, self._priority // 2)
+        self.last.publish(chain, len(chain) - 1, row, pad, storages, self._priority // 2)
         if before is not None:
             self._client.delete(before)
 

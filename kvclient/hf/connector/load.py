@@ -56,6 +56,8 @@ class PrefixMatch:
     part: Any = None  # the view of a block behind these whose first part_tokens are the prompt's too
     part_tokens: int = 0
     part_pending: bool = False  # it was still being written, and is the prompt's as a whole
+    part_chain: Any = None  # of the blocks before it, as its keys go on from them; None: the chain
+    part_form: BlockFormat = None  # type: ignore[assignment]  # None: the form
     sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
     # (index, view, form) of a block as computed, where they are quantised: the last that was found at first.
     tail: Any = None
@@ -65,12 +67,15 @@ class PrefixMatch:
 
     def __post_init__(self) -> None:
         self.starts = list(accumulate(self.chain.token_counts, initial=0))
+        self.part_chain, self.part_form = self.part_chain or self.chain, self.part_form or self.form
 
     @classmethod
     def of(cls, group: Group, chunker: Chunker, served: ServedModel) -> PrefixMatch:
         """Of one text, of which nothing was found yet."""
         ids, states = group.tokens, served.states
         match = cls(group, chunker.chain(served.identity, ids), served.form, served.form.layers)
+        if (parts := served.parts) is not None:
+            match.part_chain, match.part_form = chunker.chain(parts.identity, ids), parts.form
         match.groups = [GroupMatch(part, chunker.chain(part.identity, ids), ids) for part in served.groups]
         if states is not None:
             match.states = StateMatch(states, chunker.chain(states.identity, ids), ids)
@@ -138,7 +143,7 @@ class PrefixMatch:
         if self.pending:
             follow_part(self, client, rest, patience)
             return
-        if keys := client.children(self.chain[last]) if len(rest) else []:
+        if keys := client.children(self.part_chain[last]) if len(rest) else []:
             agreeing_part(self, rest, keys, client.get(keys))
         key, tokens, state = longest_below(self, client, rest)
         if not tokens or (wait_s := patience(tokens, 1, int(state == ON_PEER))) == 0:
@@ -246,7 +251,9 @@ class PrefixSource:
             if found.tail is not None:
                 start, stop = found.starts[found.tail[0] : found.tail[0] + 2]
                 tail = max(0, min(held, stop) - start)
-            count += min(sinks + tail, held) * len(found.group.rows)
+            behind = self.columns - found.group.pad - found.starts[len(found.views)]
+            part = 0 if found.part_form is found.form else max(0, min(behind, found.part_tokens))
+            count += (min(sinks + tail, held) + part) * len(found.group.rows)
         return count
 
     def load(self, layer: int, storage: torch.Tensor) -> None:
@@ -336,7 +343,7 @@ class PrefixSource:
                     raise Lost(f"block {index} has another layout than its key says")
             if isinstance(found, PrefixMatch) and found.part_pending:
                 found.part.wait_layer(place, self._stall_s)
-                if not form.fits(found.part, found.part_tokens, place):
+                if not found.part_form.fits(found.part, found.part_tokens, place):
                     raise Lost("the part behind has another layout than its key says")
         except (BlockLost, DeadlineExceeded) as error:
             raise Lost(str(error)) from error
@@ -361,7 +368,7 @@ class PrefixSource:
                 count = min(sizes[index], self.columns - start)
                 if count <= 0 or view is None:
                     break
-                block_format = form
+                block_format = found.part_form if group is None and index == len(found.views) else form
                 if tail is not None and index == tail[0]:
                     _, view, block_format = tail
                 try:

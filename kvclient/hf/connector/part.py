@@ -19,14 +19,20 @@ MISSING, PENDING, ON_DISK, ON_PEER = 0, 1, 3, 4  # a look-up's states
 MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 
 
+def tail_tokens(left: int, step: int, block_tokens: int) -> int:
+    """How many of the tokens left behind whole blocks get a block of their own; a multiple of step."""
+    whole = left // step * step
+    return whole if whole >= MIN_TAIL * block_tokens else 0
+
+
 def part_keys(prefix: Any, rest: Any) -> tuple[list[bytes], range]:
     """Of the tokens `rest` behind the last whole block that was found: keys and lengths of the shorter blocks
     with more than was had, the longest first."""
-    last = len(prefix.views) - 1
+    last, parts = len(prefix.views) - 1, prefix.part_chain
     size = prefix.chain.token_counts[last]
     lengths = range(min(len(rest), size - 1), max(prefix.part_tokens, int(MIN_TAIL * size) - 1), -1)
-    where = {"start": prefix.starts[last + 1], "root": prefix.chain[last]}
-    return [chain(prefix.chain.identity, rest[:n], n, **where).keys[0] for n in lengths], lengths
+    where = {"start": prefix.starts[last + 1], "root": parts[last]}
+    return [chain(parts.identity, rest[:n], n, **where).keys[0] for n in lengths], lengths
 
 
 def longest_below(prefix: Any, client: Any, rest: Any) -> tuple[bytes, int, int]:
@@ -45,17 +51,18 @@ def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> boo
     was had.
     """
     prefix.handles.append(blocks)
-    before, parent = prefix.part_tokens, prefix.chain[len(prefix.views) - 1]
+    parts, form = prefix.part_chain, prefix.part_form
+    before, parent = prefix.part_tokens, parts[len(prefix.views) - 1]
     for index, key in enumerate(keys):
         try:
             view = blocks[index]
         except PinsExhausted:
             break
-        known = verified(prefix.chain.identity, key, view)
+        known = verified(parts.identity, key, view)
         if known is None or known.parent_key != parent:
             continue
         count = common_length(known.ids, rest)
-        if count > prefix.part_tokens and prefix.form.fits(view, view.tokens, prefix.layers - 1):
+        if count > prefix.part_tokens and form.fits(view, view.tokens, form.layers - 1):
             prefix.part, prefix.part_tokens = view, count
     return prefix.part_tokens > before
 

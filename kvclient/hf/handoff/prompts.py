@@ -15,7 +15,6 @@ from kvclient.checks import check_bounds, check_real
 from kvclient.errors import InvalidArgument
 from kvclient.hf.handoff.first_token import First
 from kvclient.hf.handoff.lease import Lease
-from kvclient.hf.request.claims import tail_tokens
 
 if TYPE_CHECKING:
     from kvclient.hf.handoff.prefill import Prefill
@@ -121,14 +120,21 @@ def chains_of(attachment: Any, model: Any, rows: Sequence[Sequence[int]]) -> lis
     served, chunker = attachment._current(model), attachment.chunker
     if served is None:
         return []
-    chains = []
+    chains, beside = [], list[Any]()
     for row in rows:
         chain = chunker.chain(served.identity, row)
         rest = len(row) - chain.num_tokens
-        left = tail_tokens(rest, served.form.step, chunker.block_tokens) if len(chain) else 0
+        left = served.tail_tokens(rest, chunker.block_tokens) if len(chain) else 0
         if left and (served.tails or served.plain):
-            chain = chunker.chain(served.identity, row[: chain.num_tokens + left], partial=True)
+            parts = served.parts
+            of = served.identity if parts is None else parts.identity
+            ended = chunker.chain(of, row[: chain.num_tokens + left], partial=True)
+            if parts is None:
+                chain = ended
+            else:
+                beside.append(ended[len(chain) :])
         chains.append(chain)
+    chains += beside
     for row in rows:
         chains += served.beside(chunker, row)
         if served.sinks is not None:

@@ -146,8 +146,9 @@ class CacheBuilder:
 
     def _copies_part(self, device: torch.device) -> bool:
         """Whether a layer can begin with a copy of a part of a block, behind whole ones where they lie."""
-        plain = self._options.pool is None and self._served.form.codec is None
-        return plain and device.type == "cpu" and self._prompt.rows == 1 and not any(self._pads)
+        plain = all(prefix.part_form.codec is None for prefix in self._found)
+        alone = self._prompt.rows == 1 and not any(self._pads)
+        return plain and alone and self._options.pool is None and device.type == "cpu"
 
     @property
     def _whole(self) -> int:

@@ -25,7 +25,6 @@ from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.full_precision import FullPrecisionBlocks
 from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.load import PrefixMatch
-from kvclient.hf.connector.part import MIN_TAIL
 from kvclient.hf.connector.save import Publisher
 from kvclient.hf.connector.snapshots import Snapshots
 from kvclient.hf.decoding.stopping import end_tokens
@@ -40,12 +39,6 @@ ABOVE = 5  # priority of what a hit cannot do without, above that of the tokens 
 def approximate_root(identity: bytes) -> bytes:
     """What stands before a text's first block if it was computed behind approximate tokens."""
     return hashlib.sha256(b"kvstored approximate\0" + identity).digest()
-
-
-def tail_tokens(left: int, step: int, block_tokens: int) -> int:
-    """How many of the tokens left behind whole blocks get a block of their own."""
-    whole = left // step * step
-    return whole if whole >= MIN_TAIL * block_tokens else 0
 
 
 @dataclass
@@ -198,9 +191,10 @@ class Claims:
         """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends
         anywhere. It goes first when memory is short: a longer text makes it superfluous.
         """
-        if len(prefix.chain):
-            group = prefix.group
-            self._claim_rest(group.tokens, len(prefix.chain), prefix.starts[-1], group.rows[0], group.pad)
+        group, parts = prefix.group, self._served.parts
+        if len(prefix.chain) and (parts is None or parts.layout_id is not None):
+            of = (group.tokens, len(prefix.chain), prefix.starts[-1], group.rows[0], group.pad)
+            self._claim_rest(*of, identity=self._served.identity if parts is None else parts.identity)
 
     def _claim_gaps(self, prefix: PrefixMatch, inside: Sequence[Segment], stop: int) -> None:
         """Claims what is computed behind approximate tokens, up to token `stop`, where it fills a block."""
@@ -212,12 +206,14 @@ class Claims:
             if len(chain):
                 self._publisher.claim(chain, 0, row, pad)
                 used = chain.num_tokens
-                self._claim_rest(tokens, len(chain), used, row, pad, start=segment.stop, root=root)
+                where = {"identity": self._served.identity, "start": segment.stop, "root": root}
+                self._claim_rest(tokens, len(chain), used, row, pad, **where)
 
     def _claim_rest(self, tokens: Any, blocks: int, used: int, row: int, pad: int, **where: Any) -> None:
-        if left := tail_tokens(len(tokens) - used, self._served.form.step, self._chunker.block_tokens):
-            chain = self._chunker.chain(self._served.identity, tokens[: used + left], partial=True, **where)
-            self._publisher.claim(chain, blocks, row, pad, self._options.priority // 2)
+        if left := self._served.tail_tokens(len(tokens) - used, self._chunker.block_tokens):
+            chain = self._chunker.chain(ids=tokens[: used + left], partial=True, **where)
+            into = self._publisher if self._served.parts is None or self.sinks is None else self.sinks.last
+            into.claim(chain, blocks, row, pad, self._options.priority // 2)
 
     def written(self) -> Callable[..., None] | None:
         """Who is told of new columns."""

@@ -17,8 +17,9 @@ from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import InvalidArgument, NotPermitted
 from kvclient.hf.connector.block_format import BlockFormat
-from kvclient.hf.connector.full_precision import FullPrecisionFormats
+from kvclient.hf.connector.full_precision import FullPrecisionFormat, FullPrecisionFormats
 from kvclient.hf.connector.layer_groups import StoredGroup
+from kvclient.hf.connector.part import tail_tokens
 from kvclient.hf.connector.snapshots import StoredStates
 from kvclient.hf.model.structure import KVShape
 from kvclient.hf.reuse.blend import NonPrefixReuse
@@ -55,8 +56,19 @@ class ServedModel:
     def __post_init__(self) -> None:
         grouped = bool(self.groups) or self.states is not None
         object.__setattr__(self, "grouped", grouped)
-        object.__setattr__(self, "plain", not grouped and self.sinks is None and self.form.codec is None)
+        object.__setattr__(self, "plain", not grouped)
         object.__setattr__(self, "tails", self.non_prefix is not None and not grouped)
+
+    @property
+    def parts(self) -> FullPrecisionFormat | None:
+        """What shorter blocks lie as, where that is not what whole ones do: behind quantised ones the last
+        tokens of a text are kept as computed, for they need not fill a codec's group (KIVI's residual).
+        """
+        return None if self.sinks is None or self.tails else self.sinks.last
+
+    def tail_tokens(self, left: int, block_tokens: int) -> int:
+        """How many of the tokens left behind whole blocks get a block of their own."""
+        return tail_tokens(left, (self.form if self.parts is None else self.parts.form).step, block_tokens)
 
     def beside(self, chunker: Chunker, ids: Sequence[int]) -> list[Any]:
         """The chains of a text's blocks of groups and states, whichever of them are stored."""

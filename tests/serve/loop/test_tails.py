@@ -1,8 +1,10 @@
 """Proves that what is left behind a text's last whole block is found again, read right, and shared with
-nobody else: a prompt that was computed costs one token, the next turn its own words.
+nobody else: a prompt that was computed costs one token, the next turn its own words. Behind quantised blocks
+it is kept as computed.
 
 Method: the real loop on tiny models in fp32 with blocks of 32 tokens, greedy tokens against plain generate();
-turns that go on from a tail, texts that part inside of one, and the blocks that are made behind one.
+turns that go on from a tail, texts that part inside of one, and the blocks that are made behind one. Of
+quantised blocks what two calls hold, bit by bit.
 """
 
 import queue
@@ -12,6 +14,7 @@ import torch
 
 import kvclient
 import kvclient.hf
+from kvclient.hf.release import cache_of
 from kvclient.serve.engine.loop import Loop
 from kvclient.serve.scheduler import Limits
 from tests.hf.zoo import build, prompt
@@ -38,7 +41,7 @@ def said(served, ids, **more):
     before, events = loop.stats().get("cached_tokens_total", 0), queue.Queue()
     job = ask(loop, ids, events, 0, **more)
     ended(events, 1)
-    assert job.tokens == alone(model, kv, [ids])[0]
+    assert more.get("codec") or job.tokens == alone(model, kv, [ids])[0]
     return job.tokens, loop.stats().get("cached_tokens_total", 0) - before
 
 
@@ -54,10 +57,12 @@ def test_the_same_prompt_costs_one_token_and_is_read_in_place(served):
     assert served[1].last.dense is None
 
 
-def test_a_conversation_computes_its_new_words_only(served):
+@pytest.mark.parametrize("codec", ["none", "int8", "int4"])
+def test_a_conversation_computes_its_new_words_only(served, codec):
     text, kept = prompt(BLOCK + 9, seed=3), 0
+    more = {"codec": codec} if codec != "none" else {}
     for turn in range(5):
-        answer, found = said(served, text)
+        answer, found = said(served, text, **more)
         assert found == kept, turn
         kept = text.shape[1] + len(answer) - 1  # the newest token's KV was never computed
         kept -= kept % BLOCK if kept % BLOCK < BLOCK // 8 else 0  # too few for a block of their own
@@ -71,6 +76,25 @@ def test_texts_that_part_inside_of_a_tail_share_what_they_have_in_common(served)
     assert said(served, other)[1] == 2 * BLOCK + 11
     assert said(served, other)[1] == other.shape[1] - 1, "what was computed behind a part was not kept"
     assert said(served, first)[1] == first.shape[1] - 1
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_behind_quantised_blocks_the_last_tokens_are_those_that_were_computed(served, codec):
+    model, kv, _ = served
+    ids = prompt(2 * BLOCK + 23, seed=11)
+    wanted = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
+    with kv.coded(codec), kv.keeping(tails=True):
+        first, second = (cache_of(model.generate(ids, **wanted)).layers for _ in range(2))
+        told = kv.last
+        assert said(served, ids, codec=codec)[1] == ids.shape[1] - 1
+        parted = joined(ids[0, : 2 * BLOCK + 11].tolist(), prompt(30, seed=12)[0].tolist())
+        assert said(served, parted, codec=codec)[1] == 2 * BLOCK + 11
+    assert told.reused_tokens == ids.shape[1] - 1 and told.dense is None
+    assert told.full_tokens == 4 + BLOCK + 22, "the first, the last whole block and what is behind it"
+    for computed, found in zip(first, second, strict=True):
+        keys, held = computed.keys[0], found.keys[0]
+        assert torch.equal(keys[:, BLOCK : ids.shape[1] - 1], held[:, BLOCK : ids.shape[1] - 1])
+        assert not torch.equal(keys[:, 4:BLOCK], held[:, 4:BLOCK]), "these are the codec's"
 
 
 def test_a_tail_is_its_salts_own_and_a_short_one_is_not_kept(served):
