@@ -62,17 +62,28 @@ def from_disk(model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
 
 
 def split_over_two(model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
-    """Load b on one server, and on two of the same daemon: CPU seconds of all servers together."""
+    """Load b on one server, and on two of the same daemon: CPU seconds of all servers together, tokens of
+    prompts that each computed, and its passes.
+    """
     with tempfile.TemporaryDirectory(prefix="kvstored-bench-") as home:
         own = Ours(model, Path(home))
         own.start_daemon("--discard")
         try:
             with own.server() as first, own.server() as second:
-                one = eight([first], model.name, prompts, (seed, "one"), True)
-                two = eight([first, second], model.name, prompts, (seed, "two"), True)
+                one = _counted([first], model, prompts, (seed, "one"))
+                two = _counted([first, second], model, prompts, (seed, "two"))
         finally:
             own.stop_daemon()
     return {"one": one, "two": two, "cpu_ratio": two["cpu_s"] / one["cpu_s"]}
+
+
+def _counted(servers: list[Served], model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
+    before = [server.figures() for server in servers]
+    out = eight(servers, model.name, prompts, seed, True)
+    for name in ("prompt_tokens_computed_total", "steps_total"):
+        out[name] = [server.figures().get(name, 0) - was.get(name, 0)
+                     for server, was in zip(servers, before, strict=True)]  # fmt: skip
+    return out
 
 
 def at_once(model: Path, count: int = 1000) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Owns the process. CPU seconds and PSS are of it and all its children. Never leav
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 START_TIMEOUT_S = 600.0
 TICK = os.sysconf("SC_CLK_TCK")
@@ -47,6 +49,11 @@ class Served:
                 return answer.status == 200
         except (OSError, urllib.error.URLError):
             return False
+
+    def figures(self) -> dict[str, Any]:
+        """What ours tells of itself: /v1/stats."""
+        with urllib.request.urlopen(self.url + "/v1/stats", timeout=60) as answer:
+            return json.load(answer)
 
     def cpu_s(self) -> float:
         return sum(_cpu(pid) for pid in _family(self.process.pid))

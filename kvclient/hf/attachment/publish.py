@@ -54,7 +54,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     if left:
         published += _publish_tail(attachment, served, list(tokens[: chain.num_tokens + left]), storages)
     for stored in served.groups:
-        _publish_end(attachment, stored, list(tokens[:held]), storages)
+        _publish_end(attachment, stored, list(tokens[: chain.num_tokens + left]), storages)
     return published
 
 
@@ -84,7 +84,7 @@ def _publish_end(
     """What layers that do not need all tokens need for a hit to end with the text."""
     options = attachment._model_state.options
     mine = [stored_layer for stored_layer in storages if stored_layer[0] in stored.group.layers]
-    chain = options.chunker.chain(stored.identity, tokens)
+    chain = options.chunker.chain(stored.identity, tokens, partial=True)
     starts = [*chain.start_tokens, chain.num_tokens]
     origin = max(first for _, _, first in mine)
     layout = -1 if stored.layout_id is None else stored.layout_id

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import NotPermitted, PinsExhausted
 from kvclient.hf.connector.block_format import BlockFormat
@@ -91,20 +92,31 @@ class GroupMatch:
     """The blocks of one group for one text."""
 
     stored: StoredGroup
+    chunker: Chunker
     chain: Any
     tokens: Any  # int32, of the text
     views: dict[int, Any] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)  # indices of views that were still being written
     handles: list[Any] = field(default_factory=list)
-    starts: list[int] = field(init=False)  # of the chain's blocks, and behind the last
+    found: Any = field(init=False)  # the chain up to where a hit may end: a shorter block may be its last
+    starts: list[int] = field(init=False)  # of its blocks, and behind the last
     _states: bytes = b""
 
     def __post_init__(self) -> None:
-        self.starts = list(accumulate(self.chain.token_counts, initial=0))
+        self._finds(self.chain)
 
-    def look(self, client: Any, blocks: int, follow: bool) -> None:
-        """Asks which of the first so many blocks there are."""
-        states = bytes(client.lookup(self.chain[:blocks], peers=True).states) if blocks else b""
+    def _finds(self, chain: Any) -> None:
+        self.found, self.starts = chain, list(accumulate(chain.token_counts, initial=0))
+
+    def look(self, client: Any, blocks: int, follow: bool, part: int = 0) -> None:
+        """Asks which of the first so many blocks there are, and whether the shorter one of `part` tokens
+        behind them is.
+        """
+        if part:
+            ids = self.tokens[: self.starts[blocks] + part]
+            self._finds(self.chunker.chain(self.stored.identity, ids, partial=True))
+            blocks += 1
+        states = bytes(client.lookup(self.found[:blocks], peers=True).states) if blocks else b""
         self._states = states if follow else states.replace(bytes([PENDING]), bytes([MISSING]))
 
     def covers(self, stop: int) -> bool:
@@ -128,7 +140,7 @@ class GroupMatch:
             tokens = self.starts[blocks.stop] - self.starts[blocks.start]
             if (wait_s := patience(tokens, on_disk + on_peers, on_peers)) == 0:
                 return False
-        keys = self.chain[blocks.start : blocks.stop]
+        keys = self.found[blocks.start : blocks.stop]
         got = client.get(keys, follow=follow, wait_s=wait_s) if wait_s else client.get(keys, follow=follow)
         self.handles.append(got)
         for offset, index in enumerate(blocks):

@@ -21,7 +21,7 @@ from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock, Group, Lost
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.layer_groups import GroupMatch
-from kvclient.hf.connector.part import agreeing_part, confirmed_part, follow_part, longest_below
+from kvclient.hf.connector.part import agreeing_part, confirmed_part, follow_part, longest_below, whole_part
 from kvclient.hf.connector.snapshots import StateMatch
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class PrefixMatch:
         match = cls(group, chunker.chain(served.identity, ids), served.form, served.form.layers)
         if (parts := served.parts) is not None:
             match.part_chain, match.part_form = chunker.chain(parts.identity, ids), parts.form
-        match.groups = [GroupMatch(part, chunker.chain(part.identity, ids), ids) for part in served.groups]
+        match.groups = [GroupMatch(part, chunker, chunker.chain(part.identity, ids), ids)
+                        for part in served.groups]  # fmt: skip
         if states is not None:
             match.states = StateMatch(states, chunker.chain(states.identity, ids), ids)
         return match
@@ -140,6 +141,10 @@ class PrefixMatch:
         if not self.views:
             return
         last, rest = len(self.views) - 1, self.group.tokens[self.starts[len(self.views)] :]
+        if self.groups:
+            if not self.pending:
+                whole_part(self, client, rest, patience)
+            return
         if self.pending:
             follow_part(self, client, rest, patience)
             return
@@ -163,6 +168,8 @@ class PrefixMatch:
             self.drop_part()
             del self.views[min(late) :]
             self.pending.difference_update(late)
+        if stop <= self.starts[len(self.views)]:
+            self.drop_part()
 
     def drop_pending(self) -> None:
         """Leaves out the blocks whose writers are not done, and what follows them."""
@@ -356,7 +363,7 @@ class PrefixSource:
         pad, group = found.group.pad, found.group_of(layer)
         if group is not None:
             form, parts, tail = group.stored.form, sorted(group.views.items()), None
-            sizes = list(group.chain.token_counts)
+            sizes = list(group.found.token_counts)
         else:
             form, parts, tail = found.form, list(enumerate([*found.views, found.part])), found.tail
             sizes = [*found.chain.token_counts[: len(found.views)], found.part_tokens]

@@ -67,6 +67,26 @@ def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> boo
     return prefix.part_tokens > before
 
 
+def whole_part(
+    prefix: Any, client: Any, rest: Any, patience: Callable[[int, int, int], float]
+) -> None:  # fmt: skip
+    """Takes the longest of these blocks that is whole in the prompt, wherever it is: where layers do not all
+    need every token, what they need is stored for its end only.
+    """
+    keys, lengths = part_keys(prefix, rest)
+    states = client.lookup(keys, peers=True).states if keys else b""
+    for key, tokens, state in zip(keys, lengths, states, strict=True):
+        if state in (MISSING, PENDING):
+            continue
+        wait_s = patience(tokens, 1, int(state == ON_PEER)) if state in (ON_DISK, ON_PEER) else 0.0
+        if state in (ON_DISK, ON_PEER) and not wait_s:
+            continue
+        if agreeing_part(prefix, rest, [key], client.get([key], wait_s=wait_s)):
+            prefix.peer_tokens += tokens if state == ON_PEER else 0
+            prefix.disk_tokens += tokens if state == ON_DISK else 0
+            return
+
+
 def follow_part(
     prefix: Any, client: Any, rest: Any, patience: Callable[[int, int, int], float]
 ) -> None:  # fmt: skip

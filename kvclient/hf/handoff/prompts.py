@@ -123,20 +123,19 @@ def chains_of(attachment: Any, model: Any, rows: Sequence[Sequence[int]]) -> lis
     chains, beside = [], list[Any]()
     for row in rows:
         chain = chunker.chain(served.identity, row)
-        rest = len(row) - chain.num_tokens
-        left = served.tail_tokens(rest, chunker.block_tokens) if len(chain) else 0
-        if left and (served.tails or served.plain):
-            parts = served.parts
-            of = served.identity if parts is None else parts.identity
-            ended = chunker.chain(of, row[: chain.num_tokens + left], partial=True)
+        kept, left = row, 0
+        if len(chain) and (served.tails or served.plain):
+            left = served.tail_tokens(len(row) - chain.num_tokens, chunker.block_tokens)
+        if left:
+            parts, kept = served.parts, row[: chain.num_tokens + left]
             if parts is None:
-                chain = ended
+                chain = chunker.chain(served.identity, kept, partial=True)
             else:
-                beside.append(ended[len(chain) :])
+                beside.append(chunker.chain(parts.identity, kept, partial=True)[len(chain) :])
         chains.append(chain)
+        beside += served.beside(chunker, kept, bool(left))
     chains += beside
     for row in rows:
-        chains += served.beside(chunker, row)
         if served.sinks is not None:
             chains.append(served.sinks.keys(chunker, list(row)))
     return [chain for chain in chains if len(chain)]

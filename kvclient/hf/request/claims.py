@@ -145,6 +145,9 @@ class Claims:
             self.claim_text(prefix, (), set(), False, False, False)
         ends = ends_to_keep(prefix, stop, hit, parted, every)
         self._claim_ends(prefix, ends, hit, common - prefix.group.pad)
+        tails = self._options.tails and self._served.plain and not inside
+        if tails and stop == len(prefix.group.tokens):
+            self._claim_group_tails(prefix, hit)
 
     def _stop(self, prefix: PrefixMatch) -> int:
         """How many tokens of a text are stored."""
@@ -186,6 +189,18 @@ class Claims:
         if self.snapshots is not None and prefix.states is not None:
             for end in ends:
                 self.snapshots.claim(prefix.states.chain, end, row)
+
+    def _claim_group_tails(self, prefix: PrefixMatch, hit: int) -> None:
+        """What layers of groups need for a hit to end with the shorter block behind the whole ones."""
+        tokens, row, pad = prefix.group.tokens, prefix.group.rows[0], prefix.group.pad
+        left = self._served.tail_tokens(len(tokens) - prefix.starts[-1], self._chunker.block_tokens)
+        if not left or len(prefix.starts) < 2:
+            return
+        starts = [*prefix.starts, prefix.starts[-1] + left]
+        for stored, publisher in self.groups:
+            chain = self._chunker.chain(stored.identity, tokens[: starts[-1]], partial=True)
+            for run in stored.kept(starts, [len(chain)], 0, max(hit, 0)):
+                publisher.claim(chain[: run.stop], run.start, row, pad)
 
     def _claim_tail(self, prefix: PrefixMatch) -> None:
         """Claims a shorter block for the tokens behind the last whole one: what is found at any shift ends

@@ -28,11 +28,11 @@ def hit_end(
     ends = {
         min(most, prefix.group.pad + start)
         for prefix in found
-        for start in prefix.starts[: len(prefix.views) + 1]
+        for start in [*prefix.starts[: len(prefix.views) + 1], prefix.tokens]
     }
     for prefix in found:
         for group in prefix.groups:
-            group.look(client, len(prefix.views), follow)
+            group.look(client, len(prefix.views), follow, prefix.part_tokens)
         if prefix.states is not None:
             prefix.states.look(client, len(prefix.views), follow)
     tries = 0

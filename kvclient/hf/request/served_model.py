@@ -56,7 +56,8 @@ class ServedModel:
     def __post_init__(self) -> None:
         grouped = bool(self.groups) or self.states is not None
         object.__setattr__(self, "grouped", grouped)
-        object.__setattr__(self, "plain", not grouped)
+        coded = bool(self.groups) and self.form.codec is not None
+        object.__setattr__(self, "plain", self.states is None and not coded)
         object.__setattr__(self, "tails", self.non_prefix is not None and not grouped)
 
     @property
@@ -70,10 +71,13 @@ class ServedModel:
         """How many of the tokens left behind whole blocks get a block of their own."""
         return tail_tokens(left, (self.form if self.parts is None else self.parts.form).step, block_tokens)
 
-    def beside(self, chunker: Chunker, ids: Sequence[int]) -> list[Any]:
-        """The chains of a text's blocks of groups and states, whichever of them are stored."""
+    def beside(self, chunker: Chunker, ids: Sequence[int], partial: bool = False) -> list[Any]:
+        """The chains of a text's blocks of groups and states, whichever of them are stored. partial: with
+        the shorter one of the tokens left behind the last.
+        """
         stored = [*self.groups, *([self.states] if self.states is not None else [])]
-        return [chain for part in stored if len(chain := chunker.chain(part.identity, list(ids)))]
+        chains = [chunker.chain(part.identity, list(ids), partial=partial) for part in stored]
+        return [chain for chain in chains if len(chain)]
 
     def elsewhere(self, client: Any, tokens: int) -> ServedModel:
         """The same in another store, with blocks of so many tokens at most."""

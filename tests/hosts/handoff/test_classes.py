@@ -58,8 +58,9 @@ def alone(name, ids, **options):
     """(tokens, logits) of one host that computes the prompt, and is asked again."""
     with kvclient.InMemoryClient(64 << 20) as client:
         kv = kvclient.hf.attach(model := build(name), client, self_test=False, **options)
-        generate(model, ids, 1)
-        tokens, logits, _ = generate(model, ids, 6)
+        with kv.keeping(tails=True):  # as a handoff does
+            generate(model, ids, 1)
+            tokens, logits, _ = generate(model, ids, 6)
         kv.detach()
     return tokens, logits
 

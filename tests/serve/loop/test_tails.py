@@ -1,6 +1,6 @@
 """Proves that what is left behind a text's last whole block is found again, read right, and shared with
 nobody else: a prompt that was computed costs one token, the next turn its own words. Behind quantised blocks
-it is kept as computed.
+it is kept as computed. Where layers have windows it is found as a whole.
 
 Method: the real loop on tiny models in fp32 with blocks of 32 tokens, greedy tokens against plain generate();
 turns that go on from a tail, texts that part inside of one, and the blocks that are made behind one. Of
@@ -23,9 +23,9 @@ from tests.serve.loop.test_loop import alone, ask, ended
 BLOCK = 32
 
 
-@pytest.fixture(params=["llama"])
+@pytest.fixture
 def served(request):
-    model = build(request.param, layers=2)
+    model = build(getattr(request, "param", "llama"), layers=2)
     with (
         kvclient.InMemoryClient(64 << 20) as client,
         kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv,
@@ -49,6 +49,10 @@ def joined(*parts):
     return torch.tensor([[token for part in parts for token in part]])
 
 
+everywhere = pytest.mark.parametrize("served", ["llama", "gemma2", "gpt_oss"], indirect=True)
+
+
+@everywhere
 def test_the_same_prompt_costs_one_token_and_is_read_in_place(served):
     ids = prompt(2 * BLOCK + 23)
     assert said(served, ids)[1] == 0
@@ -57,10 +61,18 @@ def test_the_same_prompt_costs_one_token_and_is_read_in_place(served):
     assert served[1].last.dense is None
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", "int4"])
-def test_a_conversation_computes_its_new_words_only(served, codec):
+@everywhere
+def test_a_conversation_computes_its_new_words_only(served):
+    goes_on(served)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_conversation_in_quantised_blocks_computes_its_new_words_only(served, codec):
+    goes_on(served, codec=codec)
+
+
+def goes_on(served, **more):
     text, kept = prompt(BLOCK + 9, seed=3), 0
-    more = {"codec": codec} if codec != "none" else {}
     for turn in range(5):
         answer, found = said(served, text, **more)
         assert found == kept, turn
@@ -76,6 +88,18 @@ def test_texts_that_part_inside_of_a_tail_share_what_they_have_in_common(served)
     assert said(served, other)[1] == 2 * BLOCK + 11
     assert said(served, other)[1] == other.shape[1] - 1, "what was computed behind a part was not kept"
     assert said(served, first)[1] == first.shape[1] - 1
+
+
+@pytest.mark.parametrize("served", ["gemma2", "gpt_oss"], indirect=True)
+def test_where_layers_have_windows_a_hit_ends_with_a_whole_tail(served):
+    first = prompt(2 * BLOCK + 20, seed=5)
+    said(served, first)
+    parts = joined(first[0, : 2 * BLOCK + 11].tolist(), prompt(60, seed=6)[0].tolist())
+    assert said(served, parts)[1] == 2 * BLOCK, "no window ends where they part"
+    assert said(served, parts)[1] == parts.shape[1] - 1
+    longer = joined(first[0].tolist(), prompt(40, seed=7)[0].tolist())
+    assert said(served, longer, salt=b"mine")[1] == 0
+    assert said(served, longer)[1] == first.shape[1]
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
