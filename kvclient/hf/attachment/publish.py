@@ -35,7 +35,8 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     held = min(layer.get_seq_length() for layer in layers)
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
     first = bisect_left(list(chain.start_tokens), max(layer.origin for layer in layers))
-    kept = (served.tails or (options.tails and served.plain)) and len(chain) and first <= len(chain)
+    wanted = (served.tails and len(chain)) or (options.tails and served.plain)
+    kept = wanted and first <= len(chain)
     left = served.tail_tokens(held - chain.num_tokens, options.chunker.block_tokens) if kept else 0
     if first >= len(chain) and not left:
         return 0

@@ -58,6 +58,7 @@ class PrefixMatch:
     part_pending: bool = False  # it was still being written, and is the prompt's as a whole
     part_chain: Any = None  # of the blocks before it, as its keys go on from them; None: the chain
     part_form: BlockFormat = None  # type: ignore[assignment]  # None: the form
+    part_size: int = 0  # of a whole block
     sinks: Any = None  # (view, form) of the first tokens as computed, where the blocks are quantised
     # (index, view, form) of a block as computed, where they are quantised: the last that was found at first.
     tail: Any = None
@@ -74,6 +75,7 @@ class PrefixMatch:
         """Of one text, of which nothing was found yet."""
         ids, states = group.tokens, served.states
         match = cls(group, chunker.chain(served.identity, ids), served.form, served.form.layers)
+        match.part_size = chunker.block_tokens
         if (parts := served.parts) is not None:
             match.part_chain, match.part_form = chunker.chain(parts.identity, ids), parts.form
         match.groups = [GroupMatch(part, chunker, chunker.chain(part.identity, ids), ids)
@@ -138,9 +140,7 @@ class PrefixMatch:
         One that agrees with more, as a whole, is brought here from disk or another host if it is worth the
         wait. Behind blocks that are still being written there may be one that is, too: it is followed.
         """
-        if not self.views:
-            return
-        last, rest = len(self.views) - 1, self.group.tokens[self.starts[len(self.views)] :]
+        rest = self.group.tokens[self.starts[len(self.views)] :]
         if self.groups:
             if not self.pending:
                 whole_part(self, client, rest, patience)
@@ -148,14 +148,20 @@ class PrefixMatch:
         if self.pending:
             follow_part(self, client, rest, patience)
             return
-        if keys := client.children(self.part_chain[last]) if len(rest) else []:
+        if keys := client.children(self.part_parent) if self.views and len(rest) else []:
             agreeing_part(self, rest, keys, client.get(keys))
         key, tokens, state = longest_below(self, client, rest)
-        if not tokens or (wait_s := patience(tokens, 1, int(state == ON_PEER))) == 0:
+        wait_s = patience(tokens, 1, int(state == ON_PEER)) if state in (ON_DISK, ON_PEER) else 0.0
+        if not tokens or (state != RESIDENT and not wait_s):
             return
         if agreeing_part(self, rest, [key], client.get([key], wait_s=wait_s)):
             self.peer_tokens += tokens if state == ON_PEER else 0
             self.disk_tokens += tokens if state == ON_DISK else 0
+
+    @property
+    def part_parent(self) -> bytes:
+        """The key that those of the blocks behind the last one had go on from."""
+        return self.part_chain[len(self.views) - 1] if self.views else meta.NO_PARENT
 
     def group_of(self, layer: int) -> GroupMatch | None:
         """The group that has this layer of the model; None: it is one of those that need all tokens."""

@@ -15,7 +15,7 @@ from kvclient.blocks.keys import chain
 from kvclient.blocks.match import common_length, verified
 from kvclient.errors import PinsExhausted
 
-MISSING, PENDING, ON_DISK, ON_PEER = 0, 1, 3, 4  # a look-up's states
+MISSING, PENDING, RESIDENT, ON_DISK, ON_PEER = range(5)  # a look-up's states
 MIN_TAIL = 1 / 8  # of a block: what is left behind the last whole one is worth a block of its own
 
 
@@ -28,22 +28,23 @@ def tail_tokens(left: int, step: int, block_tokens: int) -> int:
 def part_keys(prefix: Any, rest: Any) -> tuple[list[bytes], range]:
     """Of the tokens `rest` behind the last whole block that was found: keys and lengths of the shorter blocks
     with more than was had, the longest first."""
-    last, parts = len(prefix.views) - 1, prefix.part_chain
-    size = prefix.chain.token_counts[last]
+    count = len(prefix.views)
+    size = prefix.chain.token_counts[count - 1] if count else prefix.part_size
     lengths = range(min(len(rest), size - 1), max(prefix.part_tokens, int(MIN_TAIL * size) - 1), -1)
-    where = {"start": prefix.starts[last + 1], "root": parts[last]}
-    return [chain(parts.identity, rest[:n], n, **where).keys[0] for n in lengths], lengths
+    where = {"start": prefix.starts[count], "root": prefix.part_parent if count else None}
+    of = prefix.part_chain.identity
+    return [chain(of, rest[:n], n, **where).keys[0] for n in lengths], lengths
 
 
 def longest_below(prefix: Any, client: Any, rest: Any) -> tuple[bytes, int, int]:
-    """Of these blocks the longest that is whole in the prompt and not in memory, its tokens, and where it is.
-    0 tokens: none has more than was found. What lies on disk is known by its key alone, so all lengths are
-    asked for.
+    """Of these blocks the longest that is whole in the prompt, its tokens, and where it is. 0 tokens: none has
+    more than was found. What lies on disk is known by its key alone, and of a block that many others follow a
+    few are told, so all lengths are asked for.
     """
     keys, lengths = part_keys(prefix, rest)
     states = client.lookup(keys, peers=True).states if keys else []
     found = zip(keys, lengths, states, strict=True)
-    return next((place for place in found if place[2] in (ON_DISK, ON_PEER)), (b"", 0, MISSING))
+    return next((place for place in found if place[2] in (RESIDENT, ON_DISK, ON_PEER)), (b"", 0, MISSING))
 
 
 def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> bool:
@@ -51,14 +52,14 @@ def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> boo
     was had.
     """
     prefix.handles.append(blocks)
-    parts, form = prefix.part_chain, prefix.part_form
-    before, parent = prefix.part_tokens, parts[len(prefix.views) - 1]
+    form, identity = prefix.part_form, prefix.part_chain.identity
+    before, parent = prefix.part_tokens, prefix.part_parent
     for index, key in enumerate(keys):
         try:
             view = blocks[index]
         except PinsExhausted:
             break
-        known = verified(parts.identity, key, view)
+        known = verified(identity, key, view)
         if known is None or known.parent_key != parent:
             continue
         count = common_length(known.ids, rest)

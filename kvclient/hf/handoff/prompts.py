@@ -124,7 +124,7 @@ def chains_of(attachment: Any, model: Any, rows: Sequence[Sequence[int]]) -> lis
     for row in rows:
         chain = chunker.chain(served.identity, row)
         kept, left = row, 0
-        if len(chain) and (served.tails or served.plain):
+        if (served.tails and len(chain)) or served.plain:
             left = served.tail_tokens(len(row) - chain.num_tokens, chunker.block_tokens)
         if left:
             parts, kept = served.parts, row[: chain.num_tokens + left]

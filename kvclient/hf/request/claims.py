@@ -194,7 +194,7 @@ class Claims:
         """What layers of groups need for a hit to end with the shorter block behind the whole ones."""
         tokens, row, pad = prefix.group.tokens, prefix.group.rows[0], prefix.group.pad
         left = self._served.tail_tokens(len(tokens) - prefix.starts[-1], self._chunker.block_tokens)
-        if not left or len(prefix.starts) < 2:
+        if not left:
             return
         starts = [*prefix.starts, prefix.starts[-1] + left]
         for stored, publisher in self.groups:
@@ -207,7 +207,8 @@ class Claims:
         anywhere. It goes first when memory is short: a longer text makes it superfluous.
         """
         group, parts = prefix.group, self._served.parts
-        if len(prefix.chain) and (parts is None or parts.layout_id is not None):
+        worth = len(prefix.chain) or self._options.tails
+        if worth and (parts is None or parts.layout_id is not None):
             of = (group.tokens, len(prefix.chain), prefix.starts[-1], group.rows[0], group.pad)
             self._claim_rest(*of, identity=self._served.identity if parts is None else parts.identity)
 

@@ -62,6 +62,16 @@ def test_the_same_prompt_costs_one_token_and_is_read_in_place(served):
 
 
 @everywhere
+def test_a_prompt_shorter_than_a_block_costs_one_token_the_second_time(served):
+    short = prompt(BLOCK - 5, seed=30)
+    assert said(served, short)[1] == 0
+    assert said(served, short)[1] == short.shape[1] - 1
+    longer = joined(short[0].tolist(), prompt(2 * BLOCK, seed=31)[0].tolist())
+    assert said(served, longer)[1] == short.shape[1], "it is where a longer one begins"
+    assert said(served, short, salt=b"another's")[1] == 0
+
+
+@everywhere
 def test_a_conversation_computes_its_new_words_only(served):
     goes_on(served)
 
@@ -72,7 +82,7 @@ def test_a_conversation_in_quantised_blocks_computes_its_new_words_only(served, 
 
 
 def goes_on(served, **more):
-    text, kept = prompt(BLOCK + 9, seed=3), 0
+    text, kept = prompt(BLOCK - 9, seed=3), 0
     for turn in range(5):
         answer, found = said(served, text, **more)
         assert found == kept, turn
