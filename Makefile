@@ -62,6 +62,11 @@ $(VENV)/.clients: $(VENV)/.hf
 	@$(call install,clients)
 	@touch $@
 
+$(VENV)/.plots: $(VENV)/.run
+	@echo "installing matplotlib"
+	@$(call install,plots)
+	@touch $@
+
 $(VENV)/.browser: $(VENV)/.run
 	@echo "installing playwright"
 	@$(call install,browser)
@@ -154,8 +159,8 @@ soak-serving: model ## 200 clients on one server for MINUTES=5, its daemon kille
 bench: model native-tests ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
 
-bench-serving: model ## OpenAI-compatible servers side by side (ours, hf, and what CONTENDERS names); writes bench/out/serving.json
-	@$(call install,plots) && $(PY) -m bench.serving --contenders $(CONTENDERS) --own servers disk split at-once hang-up
+bench-serving: model $(VENV)/.plots ## OpenAI-compatible servers side by side (ours, hf, and what CONTENDERS names); writes bench/out/serving.json
+	@$(PY) -m bench.serving --contenders $(CONTENDERS) --own servers disk split at-once hang-up
 
 bench-kernels: model ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out
 	@mkdir -p bench/out && $(PY) -m bench.attention --json bench/out/attention.json

@@ -1,8 +1,9 @@
 """python -m bench.serving: OpenAI-compatible servers side by side, with JSON, a table and a plot.
 
-    python -m bench.serving [MODEL] [--contenders ours hf vllm] [--loads a b c d] [--rounds 3] [--own]
+    python -m bench.serving [MODEL] [--contenders ours hf vllm] [--loads a b c d] [--rounds 3] [--own] [--add]
 
 Contenders take turns, round by round. Wall times of a busy machine are noise: CPU seconds and ratios count.
+With --add a run goes on where others left off, so that a long one can be had in pieces.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import transformers
 from bench import machine
 from bench.serving import loads, own
 from bench.serving.contenders import CONTENDERS, ROOT, NotThere
+from bench.serving.pieces import LOADS, add, earlier
 from bench.serving.plot import plot
 from bench.serving.processes import Served
 from bench.serving.table import table
@@ -31,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", nargs="?", type=Path, help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--contenders", nargs="*", default=["ours", "hf"], choices=[*CONTENDERS])
-    parser.add_argument("--loads", nargs="*", default=["a", "b", "c", "d"], choices=["a", "b", "c", "d"])
+    parser.add_argument("--loads", nargs="*", default=LOADS, choices=LOADS)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--own",
@@ -41,15 +43,20 @@ def main() -> int:
         help="rows that no contender has",
     )
     parser.add_argument("--json", type=Path, default=OUT / "serving.json")
+    parser.add_argument("--add", action="store_true", help="to what the JSON file has, instead of anew")
     given = parser.parse_args()
     model = given.model or _example()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     prompts = loads.Prompts(lambda text: len(tokenizer(text)["input_ids"]))
-    out: dict[str, Any] = {"machine": machine.describe(), "model": model.name, "rounds": []}
+    out: dict[str, Any] = {"machine": machine.describe(), "model": model.name, "rounds": [], "own": {}}
+    if given.add and given.json.exists():
+        out = earlier(json.loads(given.json.read_text()), out)
     for round_ in range(given.rounds):
         for name in given.contenders:
             row = {"contender": name, "round": round_, **_measured(name, model, prompts, round_, given.loads)}
-            out["rounds"].append(row)
+            add(out["rounds"], row)
+            given.json.parent.mkdir(parents=True, exist_ok=True)
+            given.json.write_text(json.dumps(out, indent=1) + "\n")
             print(json.dumps(row), file=sys.stderr, flush=True)
     rows = {
         "servers": lambda: own.shared_between_servers(model, prompts, 0),
@@ -58,11 +65,11 @@ def main() -> int:
         "at-once": lambda: own.at_once(model),
         "hang-up": lambda: own.hang_up(model, prompts, 0),
     }
-    out["own"] = {name: _own(rows[name]) for name in given.own}
+    out["own"] |= {name: _own(rows[name]) for name in given.own}
     given.json.parent.mkdir(parents=True, exist_ok=True)
     given.json.write_text(json.dumps(out, indent=1) + "\n")
     print(table(out))
-    if any("d" in row or "b" in row for row in out["rounds"]):
+    if any({*LOADS} & row.keys() for row in out["rounds"]):
         print(plot(out, given.json.with_suffix(".png")))
     return 0
 

@@ -38,8 +38,8 @@ def part_keys(prefix: Any, rest: Any) -> tuple[list[bytes], range]:
 
 def longest_below(prefix: Any, client: Any, rest: Any) -> tuple[bytes, int, int]:
     """Of these blocks the longest that is whole in the prompt, its tokens, and where it is. 0 tokens: none has
-    more than was found. What lies on disk is known by its key alone, and of a block that many others follow a
-    few are told, so all lengths are asked for.
+    more than was found. What lies on disk is known by its key alone, and of many blocks behind one a few are
+    told, so all lengths are asked for.
     """
     keys, lengths = part_keys(prefix, rest)
     states = client.lookup(keys, peers=True).states if keys else []
