@@ -37,7 +37,7 @@ def part_keys(prefix: Any, rest: Any) -> tuple[list[bytes], range]:
 
 
 def longest_below(prefix: Any, client: Any, rest: Any) -> tuple[bytes, int, int]:
-    """Of these blocks the longest that is whole in the prompt, its tokens, and where it is. 0 tokens: none has
+    """Of these the longest that is whole in the prompt, its tokens, and where it is. 0 tokens: none has
     more than was found. What lies on disk is known by its key alone, and of many blocks behind one a few are
     told, so all lengths are asked for.
     """
