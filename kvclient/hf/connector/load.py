@@ -21,7 +21,7 @@ from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock, Group, Lost
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.layer_groups import GroupMatch
-from kvclient.hf.connector.part import agreeing_part, confirmed_part, follow_part, longest_below, whole_part
+from kvclient.hf.connector.part import confirmed_part
 from kvclient.hf.connector.snapshots import StateMatch
 
 if TYPE_CHECKING:
@@ -134,34 +134,6 @@ class PrefixMatch:
             elif not self.confirmed(start + offset, view):
                 return
             self.views.append(view)
-
-    def extend_part(self, client: Any, patience: Callable[[int, int, int], float]) -> None:
-        """Takes along what agrees of a block behind the last one had: KV depends on nothing that follows it.
-        One that agrees with more, as a whole, is brought here from disk or another host if it is worth the
-        wait. Behind blocks that are still being written there may be one that is, too: it is followed.
-        """
-        rest = self.group.tokens[self.starts[len(self.views)] :]
-        if self.groups:
-            if not self.pending:
-                whole_part(self, client, rest, patience)
-            return
-        if self.pending:
-            follow_part(self, client, rest, patience)
-            return
-        if keys := client.children(self.part_parent) if self.views and len(rest) else []:
-            agreeing_part(self, rest, keys, client.get(keys))
-        key, tokens, state = longest_below(self, client, rest)
-        wait_s = patience(tokens, 1, int(state == ON_PEER)) if state in (ON_DISK, ON_PEER) else 0.0
-        if not tokens or (state != RESIDENT and not wait_s):
-            return
-        if agreeing_part(self, rest, [key], client.get([key], wait_s=wait_s)):
-            self.peer_tokens += tokens if state == ON_PEER else 0
-            self.disk_tokens += tokens if state == ON_DISK else 0
-
-    @property
-    def part_parent(self) -> bytes:
-        """The key that those of the blocks behind the last one had go on from."""
-        return self.part_chain[len(self.views) - 1] if self.views else meta.NO_PARENT
 
     def group_of(self, layer: int) -> GroupMatch | None:
         """The group that has this layer of the model; None: it is one of those that need all tokens."""

@@ -25,26 +25,59 @@ def tail_tokens(left: int, step: int, block_tokens: int) -> int:
     return whole if whole >= MIN_TAIL * block_tokens else 0
 
 
+def parent(prefix: Any) -> bytes:
+    """The key that those of the blocks behind the last one had go on from."""
+    return prefix.part_chain[len(prefix.views) - 1] if prefix.views else meta.NO_PARENT
+
+
+def extend_part(prefix: Any, client: Any, patience: Callable[[int, int, int], float]) -> None:
+    """Takes along what agrees of a block behind the last one had: KV depends on nothing that follows it. One
+    that agrees with more, as a whole, is brought here from disk or another host if it is worth the wait.
+    Behind blocks that are still being written there may be one that is, too: it is followed. `patience` as
+    PrefixMatch.extend_from_below() has it.
+    """
+    rest = prefix.group.tokens[prefix.starts[len(prefix.views)] :]
+    if prefix.groups:
+        return None if prefix.pending else whole_part(prefix, client, rest, patience)
+    if prefix.pending:
+        return follow_part(prefix, client, rest, patience)
+    if keys := client.children(parent(prefix)) if prefix.views and len(rest) else []:
+        agreeing_part(prefix, rest, keys, client.get(keys))
+    return whole_part(prefix, client, rest, patience)
+
+
 def part_keys(prefix: Any, rest: Any) -> tuple[list[bytes], range]:
     """Of the tokens `rest` behind the last whole block that was found: keys and lengths of the shorter blocks
     with more than was had, the longest first."""
     count = len(prefix.views)
     size = prefix.chain.token_counts[count - 1] if count else prefix.part_size
     lengths = range(min(len(rest), size - 1), max(prefix.part_tokens, int(MIN_TAIL * size) - 1), -1)
-    where = {"start": prefix.starts[count], "root": prefix.part_parent if count else None}
+    where = {"start": prefix.starts[count], "root": parent(prefix) if count else None}
     of = prefix.part_chain.identity
     return [chain(of, rest[:n], n, **where).keys[0] for n in lengths], lengths
 
 
-def longest_below(prefix: Any, client: Any, rest: Any) -> tuple[bytes, int, int]:
-    """Of these the longest that is whole in the prompt, its tokens, and where it is. 0 tokens: none has
-    more than was found. What lies on disk is known by its key alone, and of many blocks behind one a few are
-    told, so all lengths are asked for.
+def whole_part(
+    prefix: Any, client: Any, rest: Any, patience: Callable[[int, int, int], float]
+) -> None:  # fmt: skip
+    """Takes the longest of these blocks that is whole in the prompt, wherever it is. What lies on disk is
+    known by its key alone, of many blocks behind one a few are told, and where layers do not all need every
+    token, what they need is stored for an end only. So all lengths are asked for.
     """
     keys, lengths = part_keys(prefix, rest)
-    states = client.lookup(keys, peers=True).states if keys else []
-    found = zip(keys, lengths, states, strict=True)
-    return next((place for place in found if place[2] in (RESIDENT, ON_DISK, ON_PEER)), (b"", 0, MISSING))
+    states = client.lookup(keys, peers=True).states if keys else b""
+    refused = False  # a longer one was not worth the wait
+    for key, tokens, state in zip(keys, lengths, states, strict=True):
+        below = state in (ON_DISK, ON_PEER)
+        if state in (MISSING, PENDING) or (below and refused):
+            continue
+        wait_s = patience(tokens, 1, int(state == ON_PEER)) if below else 0.0
+        if refused := below and not wait_s:
+            continue
+        if agreeing_part(prefix, rest, [key], client.get([key], wait_s=wait_s)):
+            prefix.peer_tokens += tokens if state == ON_PEER else 0
+            prefix.disk_tokens += tokens if state == ON_DISK else 0
+            return
 
 
 def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> bool:
@@ -53,39 +86,19 @@ def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> boo
     """
     prefix.handles.append(blocks)
     form, identity = prefix.part_form, prefix.part_chain.identity
-    before, parent = prefix.part_tokens, prefix.part_parent
+    before, behind = prefix.part_tokens, parent(prefix)
     for index, key in enumerate(keys):
         try:
             view = blocks[index]
         except PinsExhausted:
             break
         known = verified(identity, key, view)
-        if known is None or known.parent_key != parent:
+        if known is None or known.parent_key != behind:
             continue
         count = common_length(known.ids, rest)
         if count > prefix.part_tokens and form.fits(view, view.tokens, form.layers - 1):
             prefix.part, prefix.part_tokens = view, count
     return prefix.part_tokens > before
-
-
-def whole_part(
-    prefix: Any, client: Any, rest: Any, patience: Callable[[int, int, int], float]
-) -> None:  # fmt: skip
-    """Takes the longest of these blocks that is whole in the prompt, wherever it is: where layers do not all
-    need every token, what they need is stored for its end only.
-    """
-    keys, lengths = part_keys(prefix, rest)
-    states = client.lookup(keys, peers=True).states if keys else b""
-    for key, tokens, state in zip(keys, lengths, states, strict=True):
-        if state in (MISSING, PENDING):
-            continue
-        wait_s = patience(tokens, 1, int(state == ON_PEER)) if state in (ON_DISK, ON_PEER) else 0.0
-        if state in (ON_DISK, ON_PEER) and not wait_s:
-            continue
-        if agreeing_part(prefix, rest, [key], client.get([key], wait_s=wait_s)):
-            prefix.peer_tokens += tokens if state == ON_PEER else 0
-            prefix.disk_tokens += tokens if state == ON_DISK else 0
-            return
 
 
 def follow_part(

@@ -26,6 +26,7 @@ from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import Steps
 from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
+from kvclient.hf.connector.part import extend_part
 from kvclient.hf.decoding.decode_step import Step
 from kvclient.hf.model.own_caches import empty_cache
 from kvclient.hf.model.states import restore
@@ -247,7 +248,7 @@ class Request:
                 prefix.extend(self._client, len(prefix.chain), follow)
                 prefix.extend_from_below(self._client, follow, self._worth_waiting_s)
             if read and tails:
-                prefix.extend_part(self._client, self._worth_waiting_s)
+                extend_part(prefix, self._client, self._worth_waiting_s)
             if not grouped:
                 self._search(prefix, config, read)
             if self._write and not grouped:
