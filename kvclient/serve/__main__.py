@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import re
 import sys
 import time
 import uuid
@@ -81,6 +82,8 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="of torch (default: torch's own)")
     add("--api-key", action="append", default=[], help="may be given several times; shown in `ps`")
     add("--api-key-file", type=Path, help="one key a line")
+    add("--allow-origin", action="append", default=[],
+        help="of a page elsewhere whose scripts may ask, as https://chat.example; may repeat")  # fmt: skip
     add("--warm", type=Path, help="a text to compute before the first request")
     add("--print-config", action="store_true", help="print what was understood as JSON, and end")
     return out
@@ -96,6 +99,9 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
             made.error(f"--{name.replace('_', '-')}={getattr(chosen, name)}; it must be {low} at least")
     if not 1 <= chosen.draft_tokens <= MOST_DRAFT_TOKENS:
         made.error(f"--draft-tokens={chosen.draft_tokens}; it must be 1 to {MOST_DRAFT_TOKENS}")
+    for origin in chosen.allow_origin:
+        if not re.fullmatch(r"https?://[^/\s*]+", origin):
+            made.error(f"--allow-origin={origin}; a scheme and a host are wanted, as https://chat.example")
     listening.check(made, chosen)
     if chosen.api_key_file is not None:
         try:
@@ -264,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             took = time.perf_counter() - began
             print(f"{asking.model_name} is ready after {took:.1f} s at {address}", flush=True)
             print(f"  page   {address}/\n  curl   {_curl(address, asking.model_name)}", flush=True)
-            listening.serve(create_app(asking, version()), door)
+            listening.serve(create_app(asking, version(), chosen.allow_origin), door)
     return 0
 
 

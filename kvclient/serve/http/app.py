@@ -7,7 +7,7 @@ client that hangs up costs at most the step under way.
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from kvclient.serve.errors import ANTHROPIC, ApiError, unsupported
 from kvclient.serve.http.answers import chat, completions, messages, responses
@@ -37,11 +38,17 @@ PAGE = Path(__file__).with_name("page.html")
 MOST_BODY_BYTES = 8 << 20
 
 
-def create_app(asking: Asking, version: str = "") -> FastAPI:
-    """The routes over what answers them."""
+def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -> FastAPI:
+    """The routes over what answers them. origins: of pages elsewhere whose scripts may ask, as
+    https://chat.example; none: only the page here.
+    """
     app = FastAPI(title="kvclient-serve", version=version, docs_url=None, redoc_url=None)
     _errors(app)
     app.add_middleware(Bounded)
+    if origins:
+        told = ["X-KV-Reused-Tokens", "X-KV-Tier", "X-KV-TTFT", "X-Request-Id", "Retry-After"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
+                           allow_headers=["*"], expose_headers=told)  # fmt: skip
 
     def salt(request: Request) -> bytes:
         return asking.salt_of(request.headers.get("authorization") or request.headers.get("x-api-key"))
