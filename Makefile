@@ -114,8 +114,9 @@ demo: model ## one daemon, several processes, a real model: the first computes, 
 demo-hosts: model ## three daemons as if on three hosts: a prompt through them, one killed, one frozen; ends clean
 	@$(PY) examples/demo_hosts.py
 
-serve: model ## a daemon, a server and its page on the example model, on loopback, until Ctrl-C
-	@$(PY) examples/serve.py
+PORT ?= 8000
+serve: model ## a daemon, a server and its page on the example model, on loopback (PORT=8000), until Ctrl-C
+	@$(PY) examples/serve.py --port $(PORT)
 
 page: model $(VENV)/.browser ## every control of the chat page in a real browser (Debian: apt install chromium); writes build/page
 	@mkdir -p build/page && PAGE_SHOTS=build/page $(PY) -m pytest -q tests/serve/test_page.py
