@@ -18,6 +18,7 @@ import transformers
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "Say something about herons."}]
 HERE = Path(__file__).parent
+VLLM = Path.home() / ".cache" / "kvstored" / "engines" / "vllm" / "bin" / "vllm"
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +112,29 @@ def test_lm_evals_loglikelihoods_are_the_models(tiny, home):
     asked = ("ab", {"until": ["zz"], "max_gen_toks": 4})
     (text,) = api.generate_until([Instance("generate_until", {}, asked, 0)])
     assert isinstance(text, str)
+
+
+@pytest.mark.engines
+def test_vllms_own_load_is_answered(server, home, tmp_path):
+    if not VLLM.exists():
+        pytest.skip("vLLM is not installed: make engines")
+    tiny = server("--store", "64MiB")
+    command = [
+        str(VLLM), "bench", "serve", "--backend", "openai-chat", "--base-url", tiny.url, "--endpoint",
+        "/v1/chat/completions", "--model", "tiny", "--tokenizer", str(home), "--dataset-name",
+        "prefix_repetition", "--prefix-repetition-prefix-len", "160", "--prefix-repetition-suffix-len", "16",
+        "--prefix-repetition-num-prefixes", "2", "--prefix-repetition-output-len", "8", "--num-prompts", "8",
+        "--save-result", "--result-filename", str(tmp_path / "told.json"), "--ready-check-timeout-sec", "0",
+    ]  # fmt: skip
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": named_vllm(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["completed"] == 8 and told["failed"] == 0
+    assert tiny.stats()["cached_tokens_total"] >= 6 * 128, "eight prompts begin in two ways"
+
+
+def named_vllm(home):
+    from bench.serving.contenders import _named_vllm
+
+    return str(_named_vllm(home))

@@ -286,7 +286,7 @@ def test_a_full_queue_answers_429_with_when_to_come_again(server):
     assert set(statuses) == {200, 429} and "2" in again
 
 
-def test_two_servers_share_what_one_computed_and_a_daemons_death_costs_no_answer(daemon, server):
+def test_two_servers_share_what_one_computed_and_neithers_nor_a_daemons_death_costs_an_answer(daemon, server):
     """One of them started as a user starts it."""
     started = daemon(memory="64MiB")
     first = server("--dir", str(started.dir), python=subprocess.Popen)
@@ -295,6 +295,18 @@ def test_two_servers_share_what_one_computed_and_a_daemons_death_costs_no_answer
     got = second.chat(TEXT)
     assert got["choices"] == wanted["choices"]
     assert got["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
+    turns = [{"role": "user", "content": TEXT}, dict(wanted["choices"][0]["message"]),
+             {"role": "user", "content": "and then?"}]  # fmt: skip
+    where = urllib.parse.urlsplit(first.url)
+    with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=60)) as way:
+        long = json.dumps({"messages": turns, "stream": True, "ignore_eos": True})
+        way.request("POST", "/v1/chat/completions", long, {"Content-Type": "application/json"})
+        begun = way.getresponse().readline()
+        assert begun.startswith(b"data: "), begun
+        first.process.kill()  # in the middle of its answer
+    here, anew = (second.chat("", messages=turns, cache={"read": read}) for read in (True, False))
+    assert here["choices"] == anew["choices"]
+    assert here["usage"]["prompt_tokens_details"]["cached_tokens"] >= got["usage"]["prompt_tokens"] - 1
     started.kill()
     again = second.chat(TEXT)
     assert again["choices"] == wanted["choices"]

@@ -164,6 +164,19 @@ def test_markup_is_text_and_a_large_message_is_taken_or_refused_with_its_reason(
     assert len(body["messages"]) == 3, "what had no answer is not asked again"
 
 
+def test_markup_in_an_answer_is_text(page):
+    markup = "<img src=x onerror=alert(1)><script>alert(2)</script> <a href=javascript:alert(3)>x</a> **b**"
+    pieces = [{"choices": [{"index": 0, "delta": {"content": markup[at : at + 7]}, "finish_reason": None}]}
+              for at in range(0, len(markup), 7)]  # fmt: skip
+    pieces.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n"
+    told = {"content_type": "text/event-stream", "body": body}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**told))
+    say(page, "what does a model say")
+    assert page.locator("#log img, #log script, #log a").count() == 0
+    assert markup in page.inner_text(".assistant .text")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark_differ_and_can_be_read(browser, roomy, scheme):
     for page in opened(browser, roomy.url, color_scheme=scheme):
