@@ -13,6 +13,7 @@ from typing import Any
 
 from kvclient.blocks.keys import chain
 from kvclient.blocks.match import common_length, verified
+from kvclient.blocks.meta import NO_PARENT
 from kvclient.errors import PinsExhausted
 
 MISSING, PENDING, RESIDENT, ON_DISK, ON_PEER = range(5)  # a look-up's states
@@ -27,7 +28,7 @@ def tail_tokens(left: int, step: int, block_tokens: int) -> int:
 
 def parent(prefix: Any) -> bytes:
     """The key that those of the blocks behind the last one had go on from."""
-    return prefix.part_chain[len(prefix.views) - 1] if prefix.views else meta.NO_PARENT
+    return prefix.part_chain[len(prefix.views) - 1] if prefix.views else NO_PARENT
 
 
 def extend_part(prefix: Any, client: Any, patience: Callable[[int, int, int], float]) -> None:
