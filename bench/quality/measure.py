@@ -7,6 +7,8 @@ to the file when it is whole, so a run that was cut off goes on behind the last.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +37,9 @@ class Subject:
         transformers.logging.disable_progress_bar()
         home = _home(model)
         self.torch, self.cache_type = torch, transformers.DynamicCache
-        self.encode = transformers.AutoTokenizer.from_pretrained(home).encode
+        tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+        self.encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+        self.head = tokenizer.encode("")  # what each prompt of this model begins with
         auto = transformers.AutoModelForCausalLM
         self.model = auto.from_pretrained(home, dtype=getattr(torch, dtype)).eval()
         self.repair, self.dtype, self.name = kvclient.hf.Repair(max_kl=max_kl), dtype, model
@@ -45,6 +49,7 @@ class Subject:
         import kvclient
         import kvclient.hf
 
+        case = dataclasses.replace(case, stored=self.head + case.stored, ids=self.head + case.ids)
         cold, cold_s = self._cold(case.ids)
         stretched = self._cold(case.ids, STRETCH)[0] if self.dtype != "float32" else None
         options = {"repair": self.repair, "self_test": False, "weights_digest": bytes(32)}
