@@ -24,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="all cases of emulated instruction sets, no sample")
 
 
+@pytest.fixture
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether all cases are asked for, as by `make test-all`."""
+    return request.config.getoption("--whole")
+
+
 @cache
 def _lacks(path: str) -> str:
     from kvclient import kernels

@@ -16,7 +16,8 @@ from tests.hf.zoo import LATENT, MOVED, REFUSED, SERVED, UNMOVED, generate, know
 BLOCK = 16
 WHOLE = (*SERVED, *LATENT)  # all tokens of all layers are stored
 LENGTHS = (BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 1, 61)
-# Where a hit ends is the prompt's doing, not the model's: every length, and every way of repair, of two.
+# Where a hit ends is the prompt's doing, not the model's: every length, and every way of repair, of two;
+# of all with `--whole`.
 IN_FULL = ("llama", "deepseek_v3")
 
 
@@ -29,10 +30,10 @@ def floor(model, ids, cache, count):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_warm_equals_cold_in_fp32(name, client):
+def test_warm_equals_cold_in_fp32(name, client, whole):
     model = known(name)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
-        for length in LENGTHS if name in IN_FULL else LENGTHS[1::2]:
+        for length in LENGTHS if whole or name in IN_FULL else LENGTHS[1::2]:
             ids = prompt(length, seed=length)
             with kv.bypass():
                 plain, plain_logits, cache = generate(model, ids)
@@ -64,7 +65,7 @@ def test_bf16_is_bitwise_that_of_the_same_kv_from_memory(name, client):
 
 
 @pytest.mark.parametrize("name", [name for name in (*SERVED, *MOVED) if name not in UNMOVED])
-def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client, left):
+def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client, left, whole):
     """attach() itself proves that cut passes and moved keys are right for the architecture, or refuses. What
     attends to cut rows are the kernels, where the model's attention is theirs.
     """
@@ -76,7 +77,7 @@ def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client
         for ratio in (0.1, 1.0)
         for method in ("attention", "cacheblend")
     ]
-    for repair in repairs if name in IN_FULL else repairs[::3]:
+    for repair in repairs if whole or name in IN_FULL else repairs[::3]:
         with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=repair) as kv:
             generate(model, torch.cat([prompt(5, seed=4), document, prompt(20, seed=5)], dim=1))
             tokens, logits, _ = generate(model, ids)

@@ -14,7 +14,7 @@ from tests.hf.zoo import WINDOWED, generate, known, near, prompt
 
 WINDOW, BLOCK, NEW = 16, 8, 18  # an answer is longer than the window
 # Around the border of a block and of the window, and a few windows: of each kind of window one model (layers
-# in turn, chunks, sinks); the others have two lengths.
+# in turn, chunks, sinks); the others have two lengths, or with `--whole` all.
 LENGTHS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 61)
 EVERY_LENGTH = ("gemma2", "llama4", "gpt_oss", "mistral_sliding")
 
@@ -25,11 +25,12 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize("in_place", [False, None])
 @pytest.mark.parametrize("name", WINDOWED)
-def test_warm_and_cold_are_plain(name, in_place, client):
+def test_warm_and_cold_are_plain(name, in_place, client, whole):
     """Where blocks are copied around every border; read in place, one border and a length without."""
     model = known(name)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=in_place) as kv:
-        for length in LENGTHS if in_place is False and name in EVERY_LENGTH else (WINDOW, 61):
+        every = in_place is False and (whole or name in EVERY_LENGTH)
+        for length in LENGTHS if every else (WINDOW, 61):
             ids = prompt(length, seed=length)
             with kv.bypass():
                 plain, plain_logits, _ = generate(model, ids, NEW)
