@@ -35,8 +35,9 @@ import kvclient
 from kvclient.integrations.health import Health
 from kvclient.integrations.vllm.events import checked_endpoints
 from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
-from kvclient.integrations.vllm.identity import model_identity
-from kvclient.integrations.vllm.scheduling import Scheduling
+from kvclient.integrations.vllm.identity import KEY_BYTES, model_identity
+from kvclient.integrations.vllm.scheduling import Scheduling, Step, Transfer
+from kvclient.integrations.vllm.transfer import Worker
 
 DIRECTORY, MODEL, SCRATCH = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 TOKENS, BLOCKS = 32, 6
@@ -280,7 +281,35 @@ def ask(done):
         client.create([os.urandom(32)], LAYOUT).abort()
 
 
+def a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved():
+    tensors = {f"layer.{i}": torch.randn(8, 1, TOKENS, 4) for i in range(3)}
+    worker = Worker(client, 0, 1, list(tensors), TOKENS, 1.0)
+    worker.register(tensors)
+    keys, behind = os.urandom(3 * KEY_BYTES), os.urandom(KEY_BYTES)
+    truth = [tensor[:3].clone() for tensor in tensors.values()]
+    worker.begin(Step(saves=[Transfer(keys, [0, 1, 2])]))
+    worker.finish()
+    assert client.lookup(keys).states == b"\2\2\2" and not worker.take_failed()
+    need("flip " + tensors["layer.2"][1].numpy().tobytes()[:64].hex())  # the last layer of the second block
+    for tensor in tensors.values():
+        tensor[:6].zero_()
+    worker.begin(Step(loads=[Transfer(keys, [3, 4, 5])], saves=[Transfer(behind, [6])]))
+    for name in tensors:
+        worker.load_layer(name)
+        worker.save_layer(name)
+    worker.finish()
+    assert worker.take_failed() == {4}
+    for tensor, was in zip(tensors.values(), truth, strict=True):
+        assert torch.equal(tensor[3], was[0]) and torch.equal(tensor[5], was[2])
+    assert client.lookup(keys).states == b"\2\0\2", "what is wrong has left the index"
+    assert client.lookup(behind).states == b"\0", "it was computed from what was wrong"
+    worker.begin(Step(saves=[Transfer(keys[KEY_BYTES : 2 * KEY_BYTES] + behind, [4, 6])]))
+    worker.finish()
+    assert client.lookup(keys + behind).states == b"\2\2\2\2"
+
+
 for scene in (
+    a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved,
     each_dimension_of_the_identity_misses,
     an_adapters_content_is_part_of_the_key,
     events_tell_hashes_of_what_is_there,

@@ -126,6 +126,7 @@ class OurDelayed(OurTier):
     def submit_store(self, job_metadata):
         self._stores.add(job_metadata.job_id)
         super().submit_store(job_metadata)
+        KvstoredTier.drain_jobs(self)  # a test says how long it took
 
     def get_finished_jobs(self):
         done = list(super().get_finished_jobs())
