@@ -194,7 +194,7 @@ struct kvk_pages {
 };
 
 #define KVK_AWQ_ROWS 64u     /* of x, at most, in kvk_awq_multiply() */
-#define KVK_CPU_AWQ_ROWS 16u /* the same, of the CPU */
+#define KVK_CPU_AWQ_ROWS 48u /* the same, of the CPU */
 
 /* A linear layer's weights of an AWQ "gemm" checkpoint: w[k][n] = (q - z) * s, four bits, groups along k. `words` as they are
  * in the checkpoint, or as kvk_awq_repack() has put them; both take the same bytes. */

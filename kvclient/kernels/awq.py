@@ -14,7 +14,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
 
 ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
-ROWS = 16  # of x in a call; native/kernels.h has it as KVK_CPU_AWQ_ROWS
+ROWS = 48  # of x in a call; native/kernels.h has it as KVK_CPU_AWQ_ROWS
 
 
 def multiply(
@@ -33,8 +33,10 @@ def multiply(
         _check("bias", bias, "float32", (outputs,))
     _check("x", x, "float32", (len(x), inputs))
     out, kind = np.empty((len(x), outputs), np.float32), contract.BF16 if bf16 else contract.F32
-    for start in range(0, len(x), ROWS):
-        rows, at = min(ROWS, len(x) - start), 4 * start
+    calls = -(-len(x) // ROWS)
+    most = -(-len(x) // max(1, 6 * calls)) * 6  # alike, so that none is of few rows; six are computed at a time
+    for start in range(0, len(x), max(1, most)):
+        rows, at = min(most, len(x) - start), 4 * start
         args = contract.Awq(
             sizeof(contract.Awq), contract.ABI, inputs, outputs, group, kind,
             contract.path_number(path), rows, words.ctypes.data, None if zeros is None else zeros.ctypes.data,

@@ -1,7 +1,7 @@
 // The path for CPUs with AMX (TILE, BF16, INT8) besides AVX512-FP16: many rows of queries over bf16, int8 and int4 in tile
 // registers; few rows, and other codecs, as avx512_fp16 has them.
 #include "cpu/awq_tiles.h"
-#include "cpu/awq_vnni.h"
+#include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_vnni.h"

@@ -1,6 +1,6 @@
 // The path for CPUs with AVX512-FP16 besides VNNI and BF16: as avx512_vnni, and fp16 values multiplied as fp16.
 #include "cpu/awq_tiles.h"
-#include "cpu/awq_vnni.h"
+#include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_vnni.h"

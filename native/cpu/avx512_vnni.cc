@@ -1,6 +1,6 @@
 // The path for CPUs with AVX-512 VNNI and BF16: int8 and int4 multiplied as integers, bf16 in pairs, the rest as fp32.
 #include "cpu/awq_tiles.h"
-#include "cpu/awq_vnni.h"
+#include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_vnni.h"

@@ -5,7 +5,7 @@
 
 namespace kvk {
 
-constexpr uint32_t kAwqTaskSums = 16384;  // of all rows of a task, in fp32: they stay in the second cache
+constexpr uint32_t kAwqTaskSums = 32768;  // of all rows of a task, in fp32: they stay in the second cache
 constexpr uint32_t kAwqLeastWords = 64;   // of eight columns, of a task
 constexpr uint32_t kAwqWholeWords = 16;   // a task's are a multiple of it, but the last one's
 

@@ -146,6 +146,20 @@ template <uint32_t D, uint32_t R, uint32_t I>
       for (uint32_t d = 0; d < D; ++d) out[r][i][d] = sum[r][i][d];
 }
 
+// What one part adds to sixteen columns of a row: whole numbers below 2^24, less what the zero points make of it.
+template <uint32_t D>
+inline void awq_add_part(const __m512i (&found)[D], __m512 zero, __m512 column_scale, const AwqNumbers<D>& x, uint32_t row,
+                         float* place) {
+  __m512 part[D];
+#pragma GCC unroll 3
+  for (uint32_t d = 0; d < D; ++d)
+    part[d] = _mm512_fnmadd_ps(zero, _mm512_set1_ps(x.sum[row][d]), _mm512_cvtepi32_ps(found[d]));
+  __m512 whole = _mm512_fmadd_ps(part[1], _mm512_set1_ps(256), part[0]);
+  if constexpr (D == 3) whole = _mm512_fmadd_ps(part[2], _mm512_set1_ps(65536), whole);
+  const __m512 scale = _mm512_mul_ps(column_scale, _mm512_set1_ps(x.unit[row]));
+  _mm512_store_ps(place, _mm512_fmadd_ps(scale, whole, _mm512_load_ps(place)));
+}
+
 // One part's share of R rows from `row` on. ahead: what to fetch meanwhile.
 template <uint32_t D, uint32_t R, uint32_t I>
 inline void awq_quarter(const kvk_awq& a, const AwqColumns& columns, const uint32_t* words, const uint32_t* ahead, uint32_t count,
@@ -153,22 +167,14 @@ inline void awq_quarter(const kvk_awq& a, const AwqColumns& columns, const uint3
   AwqWhole<D, R> sum;
   const __mmask16 here = count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
   awq_sum_codes<D, R, I>(words, ahead, a.outputs / 8, here, inputs, x.digit + row, sum);
-  for (uint32_t r = 0; r < R; ++r) {
-    const __m512 unit = _mm512_set1_ps(x.unit[row + r]);
+  for (uint32_t r = 0; r < R; ++r)
     for (uint32_t i = 0; i < 8 / R; ++i) {
-      __m512 part[D];  // less what the zero points make of it: whole numbers below 2^24, all of them
+      __m512i found[D];
 #pragma GCC unroll 3
-      for (uint32_t d = 0; d < D; ++d) {
-        const __m512i found = i % 2 == 0 ? sum[r][i][d] : _mm512_srai_epi32(sum[r][i][d], 4);
-        part[d] = _mm512_fnmadd_ps(columns.zero[2 * I + i], _mm512_set1_ps(x.sum[row + r][d]), _mm512_cvtepi32_ps(found));
-      }
-      __m512 whole = _mm512_fmadd_ps(part[1], _mm512_set1_ps(256), part[0]);
-      if constexpr (D == 3) whole = _mm512_fmadd_ps(part[2], _mm512_set1_ps(65536), whole);
+      for (uint32_t d = 0; d < D; ++d) found[d] = i % 2 == 0 ? sum[r][i][d] : _mm512_srai_epi32(sum[r][i][d], 4);
       float* place = total[(row + r) * total_stride][2 * I + i];
-      const __m512 scale = _mm512_mul_ps(columns.scale[2 * I + i], unit);
-      _mm512_store_ps(place, _mm512_fmadd_ps(scale, whole, _mm512_load_ps(place)));
+      awq_add_part<D>(found, columns.zero[2 * I + i], columns.scale[2 * I + i], x, row + r, place);
     }
-  }
 }
 
 template <uint32_t R, uint32_t D>
@@ -183,48 +189,6 @@ inline void awq_panel(const kvk_awq& a, const AwqColumns& columns, const uint32_
       awq_quarter<D, R, 3>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
     }
   }
-}
-
-template <uint32_t D>
-void multiply_codes(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
-  alignas(64) float total[kAwqTaskSums / (8 * kLane)][8][kLane];
-  const uint32_t panels = (word_stop - word_start + kLane - 1) / kLane;
-  std::memset(total, 0, a.rows * panels * sizeof total[0]);
-  const uint64_t stride = a.outputs / 8;
-  AwqNumbers<D> x;
-  for (uint32_t start = 0, inputs; start < a.inputs; start += inputs) {
-    const uint32_t left = a.group - start % a.group;  // of the group
-    inputs = left < kAwqPart ? left : kAwqPart;
-    for (uint32_t r = 0; r < a.rows; ++r)
-      awq_digits(at(static_cast<const float*>(a.x), static_cast<int64_t>(r) * a.x_row_stride) + start, inputs, x, r);
-    for (uint32_t panel = 0; panel < panels; ++panel) {
-      const uint32_t word = word_start + panel * kLane, count = word_stop - word < kLane ? word_stop - word : kLane;
-      const AwqColumns columns(a, start / a.group, word, count);
-      const uint32_t* words = a.words + start * stride + word;
-      const uint32_t* ahead = awq_ahead(a, words, inputs, word_start, word_stop, word);
-      uint32_t row = 0;
-      awq_panel<4>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
-      awq_panel<2>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
-      awq_panel<1>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
-    }
-  }
-  for (uint32_t r = 0; r < a.rows; ++r) {
-    float* out = at(static_cast<float*>(a.out), static_cast<int64_t>(r) * a.out_row_stride);
-    for (uint32_t word = word_start; word < word_stop; ++word) {
-      const uint32_t panel = (word - word_start) / kLane, local = (word - word_start) % kLane;
-      for (uint32_t i = 0; i < 8; ++i) {
-        const uint32_t column = 8 * word + static_cast<uint32_t>(kByteColumn[i / 4][i % 4]);
-        const float bias = a.bias == nullptr ? 0 : static_cast<const float*>(a.bias)[column];
-        out[column] = total[r * panels + panel][2 * (local % 4) + i / 4][local / 4 * 4 + i % 4] + bias;
-      }
-    }
-  }
-}
-
-void multiply_awq_vnni(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
-  if (a.group % 4 != 0) return multiply_awq(a, word_start, word_stop);
-  if (a.dtype == KVK_BF16) return multiply_codes<2>(a, word_start, word_stop);
-  multiply_codes<3>(a, word_start, word_stop);
 }
 
 }  // namespace

@@ -151,8 +151,9 @@ class _Shape:
         hidden += 4 * (heads + 2 * kv_heads) * head_dim * max(item, 4)
         eager = model.config._attn_implementation == "eager"
         scores = 1 + 4 + (SCORE_COPIES * heads * max(item, 4) if eager else 0)
-        # A product may lay the matrix out anew: the largest there is, the head's where it is in memory.
-        matrices = [_largest(module) for module in model.modules()]
+        # A product may lay the matrix out anew: the largest there is, but not a streamed model's head.
+        held = head if streams_of(model) is not None else None
+        matrices = [_largest(module) for module in model.modules() if module is not held]
         fixed = max(matrices, default=0) * item + (2 * TILE_BYTES if packed else 0)
         kv = KV_COPIES * layers * 2 * kv_heads * head_dim * item
         return cls(kv, hidden, scores, 8 * vocabulary * 4, fixed)

@@ -98,6 +98,17 @@ def vocabulary_of(model: Any, found: dict[str, Source]) -> dict[str, str]:
     return names
 
 
+def keep_head_in_place(model: Any) -> None:
+    """torch lays a whole matrix out anew, each time, for rows that do not lie one behind the other, as the
+    last one of a prompt: the head gets rows that do. (contiguous() takes a single one for such, torch's
+    product goes by its strides.)
+    """
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear:
+        rows = torch.contiguous_format
+        head.register_forward_pre_hook(lambda _, args: (args[0].clone(memory_format=rows), *args[1:]))
+
+
 def sizes(tables: dict[str, Table]) -> Vocabulary:
     """Bytes of the embedding and the head, and of what is held of them while they are streamed."""
     if not tables:

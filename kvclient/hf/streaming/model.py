@@ -93,6 +93,7 @@ class StreamingCausalLM:
         for layer, parts in zip(layers, arranged.layers, strict=True):
             frame.pack(layer, parts, group, model.dtype)
         frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
+        frame.keep_head_in_place(model)
         moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
         tables = {role: tables[role] for role in chosen.vocabulary}
         _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved)

@@ -84,10 +84,6 @@ class Vocabulary:
             return self.embedding + (0 if self.tied else self.head)
         return min(self.rows, self.embedding) + (0 if "head" in streamed else self.head)
 
-    def product(self, streamed: tuple[str, ...]) -> int:
-        """Taken by a product with the whole head: torch may lay it out anew, beside what is held."""
-        return 0 if "head" in streamed else self.head
-
 
 NO_VOCABULARY = Vocabulary()
 
@@ -120,10 +116,7 @@ def plan(
             for way in vocabulary.ways()
             for first in range(count, -1, -1)
         ]
-        fit = [
-            plan for plan in found
-            if plan.bytes + WORKING_BYTES + vocabulary.product(plan.vocabulary) <= memory
-        ]  # fmt: skip
+        fit = [plan for plan in found if plan.bytes + WORKING_BYTES <= memory]
         if fit:
             return min(fit, key=lambda plan: plan.moved)  # the first of equals: what is streamed the least
         least = min(found, key=lambda plan: plan.bytes)
