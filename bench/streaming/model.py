@@ -29,6 +29,7 @@ LINEARS = {
     "mlp.up_proj": (HIDDEN, FFN, False),
     "mlp.down_proj": (FFN, HIDDEN, False),
 }
+NORMS = ("input_layernorm", "post_attention_layernorm")
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": HIDDEN,
     "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -74,8 +75,7 @@ def ensure(tokenizer: Path | None = None) -> Path:
 
 
 def _layer(dice, prefix: str) -> dict:
-    norms = ("input_layernorm", "post_attention_layernorm")
-    found = {f"{prefix}.{name}.weight": _ones(HIDDEN) for name in norms}
+    found = {f"{prefix}.{name}.weight": _ones(HIDDEN) for name in NORMS}
     for name, (inputs, outputs, bias) in LINEARS.items():
         own = f"{prefix}.{name}"
         found[f"{own}.qweight"] = dice.integers(-(1 << 31), 1 << 31, (inputs, outputs // 8), np.int32)

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvclient.errors import Closed
 from kvclient.hf.streaming.mover import Piece, StreamingFailed, pages
@@ -21,8 +21,14 @@ TRIES = 2  # of a read, before whoever asked for it is told
 MOST_FILLING = 3  # layers at one time: the next one's reads stand behind this one's, and the disk never waits
 
 
+def _nothing(_memory: Any) -> None:
+    """Of a mover whose fill() returns when the slot is full."""
+
+
 class Mover(Protocol):
-    """Called by several threads at one time."""
+    """Called by several threads at one time. One whose copies are still to come as fill() returns also has
+    memory(length), which makes a slot, and taken(slot) and given_back(slot), called by who computes from it.
+    """
 
     def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None:
         """Brings a layer's pieces into the slot, one behind the other."""
@@ -40,7 +46,9 @@ class Scheduler:
     ) -> None:  # fmt: skip
         """layers: by number, in the order in which a pass asks for them."""
         most = max(sum(piece.length for piece in pieces) for pieces in layers.values())
-        made = [Slot(number, pages(most)) for number in range(min(slots, len(layers)))]
+        memory = getattr(mover, "memory", pages)
+        made = [Slot(number, memory(most)) for number in range(min(slots, len(layers)))]
+        self._taken, self._given_back = (getattr(mover, name, _nothing) for name in ("taken", "given_back"))
         self._mover, self._layers, self._trace = mover, layers, trace
         self._table = SlotTable(made, list(layers), ahead)
         self._changed = threading.Condition()
@@ -73,11 +81,15 @@ class Scheduler:
         """The layer's slot, full, for as long as the block runs. Raises StreamingFailed, and Closed."""
         slot = self._acquire(layer)
         try:
+            self._taken(slot.memory)
             yield slot
         finally:
-            with self._changed:
-                self._table.release(slot)
-                self._changed.notify_all()
+            try:
+                self._given_back(slot.memory)
+            finally:
+                with self._changed:
+                    self._table.release(slot)
+                    self._changed.notify_all()
 
     def _acquire(self, layer: int) -> Slot:
         started = time.monotonic()
