@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+
 from bench.install import progress
 from bench.streaming import model as packed
 

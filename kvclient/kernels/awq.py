@@ -34,7 +34,7 @@ def multiply(
     _check("x", x, "float32", (len(x), inputs))
     out, kind = np.empty((len(x), outputs), np.float32), contract.BF16 if bf16 else contract.F32
     calls = -(-len(x) // ROWS)
-    most = -(-len(x) // max(1, 6 * calls)) * 6  # alike, so that none is of few rows; six are computed at a time
+    most = -(-len(x) // max(1, 6 * calls)) * 6  # alike, of whole sixes
     for start in range(0, len(x), max(1, most)):
         rows, at = min(most, len(x) - start), 4 * start
         args = contract.Awq(

@@ -19,7 +19,7 @@ class Runtime(Protocol):
     current_stream().
     """
 
-    def Stream(self) -> Any:  # noqa: N802  (torch's name)
+    def Stream(self) -> Any:
         """A new stream."""
 
     def stream(self, stream: Any) -> Any:

@@ -54,7 +54,7 @@ class StandIn:
     def __init__(self):
         self.streams, self._own = [], threading.local()
 
-    def Stream(self):  # noqa: N802
+    def Stream(self):
         self.streams.append(Stream())
         return self.streams[-1]
 
@@ -166,7 +166,7 @@ class OnDevice(Simulation):
             left = [stream for stream in self.runtime.streams if stream.queue]
             if not left:
                 return
-            assert any([stream.step() for stream in left]), "streams wait for each other"
+            assert any(stream.step() for stream in left), "streams wait for each other"
 
 
 def simulate(seeds):
