@@ -3,7 +3,8 @@
 The shapes of Qwen2.5-7B with random weights, packed (AWQ), made once under the user's cache: 5.6 GB, and
 as much again rearranged. Under each limit (a cgroup of its own where one may be made, else memory=) tokens
 are decoded from the disk, with `fio` on the same file before and after; then with drafts; then llama.cpp
-on its own file of the same shapes (Q4_0) under the same limit. Owns the cgroup and the processes it
+on its own file of the same shapes (Q4_0) under the same limit, and accelerate's disk offload of the shapes in
+bf16. Owns the cgroup and the processes it
 starts. Invariant: a figure that could not be had stands in the table with its reason.
 """
 
@@ -21,6 +22,7 @@ from statistics import median
 
 from bench.install import DEBS, ROOT, debian_packages, progress, python_environment
 from bench.machine import describe, sentence
+from bench.streaming.dense import ensure_dense
 from bench.streaming.model import ensure
 from kvclient.hf.streaming.mover import DEPTH
 
@@ -33,8 +35,7 @@ FIO_DEBS = [
     "libpmemblk1", "librados2", "librbd1", "librdmacm1",
 ]  # fmt: skip
 NOT_RUN = {
-    "accelerate disk offload": "reads no AWQ on a CPU; a dense twin is 15 GB",
-    "AirLLM 4.0.0": "reads no AWQ on a CPU; a dense twin is 15 GB",
+    "AirLLM 4.0.0": "reads no AWQ on a CPU, and writes 15 GB of the dense shapes once more",
     "KVBoost 0.9.0": "streams on CUDA only, and its speculation crashes on transformers 5",
     "GPU: link share, 32B in 8 GB": "no GPU",
 }
@@ -119,7 +120,8 @@ def measure(args: argparse.Namespace) -> dict:
         progress(f"no fio: {error}")
     for gib in args.limits:
         limit = int(gib * (1 << 30))
-        row: dict = {"limit_gib": gib, "fio": [], "plain": [], "draft": None, "llama": None}
+        row: dict = {"limit_gib": gib, "fio": [], "plain": []}
+        row |= dict.fromkeys(("draft", "llama", "accelerate"))
         for _ in range(args.rounds):
             if fio is not None:
                 row["fio"].append(fio.rate(file))
@@ -133,6 +135,8 @@ def measure(args: argparse.Namespace) -> dict:
         rows.append(row)
     if not args.no_llama:
         _llama(rows, args)
+    if args.accelerate:
+        _accelerate(rows, args)
     return {"machine": describe(), "threads": args.threads, "rows": rows, "not_run": NOT_RUN}
 
 
@@ -150,18 +154,30 @@ def _llama(rows: list[dict], args: argparse.Namespace) -> None:
     for row in rows:
         progress(f"{row['limit_gib']} GiB: llama.cpp")
         command = [python, "-m", "bench.streaming.run", "llama", path, "--threads", str(args.threads)]
-        row["llama"] = run([*command, "--tokens", str(args.tokens)], int(row["limit_gib"] * (1 << 30)))
+        limit = int(row["limit_gib"] * (1 << 30))
+        row["llama"] = run([*command, "--tokens", str(args.tokens), "--most", str(limit)], limit)
+
+
+def _accelerate(rows: list[dict], args: argparse.Namespace) -> None:
+    """One token: it reads 15 GB for each."""
+    home = ensure_dense()
+    for row in rows:
+        progress(f"{row['limit_gib']} GiB: accelerate")
+        command = [sys.executable, "-m", "bench.streaming.run", "accelerate", str(home), "--tokens", "1"]
+        limit = int(row["limit_gib"] * (1 << 30))
+        row["accelerate"] = run([*command, "--threads", str(args.threads)], limit)
 
 
 def table(found: dict) -> str:
     lines = [
-        "| limit | held / read a token | tokens/s | bytes/s ÷ fio | peak | with look-up | llama.cpp |",
-        "|---|---|---|---|---|---|---|",
+        "| limit | held / read a token | tokens/s | bytes/s ÷ fio | peak | with look-up | llama.cpp "
+        "| accelerate |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         good = [one for one in row["plain"] if "absent" not in one]
         if not good:
-            lines.append(f"| {row['limit_gib']:g} GiB | {row['plain'][0]['absent']} | | | | | |")
+            lines.append(f"| {row['limit_gib']:g} GiB | {row['plain'][0]['absent']} | | | | | | |")
             continue
         rate = median(one["tokens_per_s"] for one in good)
         held, moved = good[0]["bytes_held"] / 2**20, good[0]["bytes_per_pass"] / 2**20
@@ -170,7 +186,7 @@ def table(found: dict) -> str:
         peak = max((one["peak"] or 0) for one in good) / 2**20
         cells = [f"{row['limit_gib']:g} GiB", f"{held:,.0f} / {moved:,.0f} MiB", f"{rate:.2f}"]
         cells += [f"{share:.2f} of {disk / 1e9:.2f} GB/s" if share else "-", f"{peak:,.0f} MiB"]
-        cells += [_draft(row, disk, moved), _other(row["llama"], rate)]
+        cells += [_draft(row, disk, moved), _other(row["llama"], rate), _other(row["accelerate"], rate)]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"Not measured: {what} ({why})." for what, why in found["not_run"].items())]
     return "\n".join(lines)
@@ -199,6 +215,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8, help="decoded in each round")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-llama", action="store_true", help="without llama.cpp")
+    parser.add_argument("--accelerate", action="store_true", help="beside disk offload of bf16: 15 GB more")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found = measure(args)

@@ -1,8 +1,9 @@
 """One measurement of bench.streaming in a process of its own, so that a limit holds for it alone.
 
-`python -m bench.streaming.run ours|llama|reads DIR ...` prints one JSON object. Owns nothing. Invariant: what
-is timed is decoding, token by token, behind a first answer that is not counted; of `reads`, layers that are
-read into slots in turn with nothing computed, `fio` on the same file before each round and after the last.
+`python -m bench.streaming.run ours|llama|accelerate|reads DIR ...` prints one JSON object. Owns nothing.
+Invariant: what is timed is decoding, token by token, behind a first answer that is not counted; of `reads`,
+layers that are read into slots in turn with nothing computed, `fio` on the same file before each round and
+after the last.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def llama(args: argparse.Namespace) -> dict:
     params = xllamacpp.CommonParams()
     params.model.path = str(args.path)
     params.n_ctx, params.n_batch, params.warmup = 512, 512, False
+    params.no_extra_bufts = args.most is not None  # else it packs the weights anew: a copy of all of them
+    params.fit_params = False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
     server = xllamacpp.Server(params)
     asked = {"prompt": PROMPT, "n_predict": 1, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
@@ -81,6 +84,38 @@ def llama(args: argparse.Namespace) -> dict:
     answer = server.handle_completions({**asked, "n_predict": args.tokens + 1})
     told = answer.get("timings") or {}
     return {"tokens_per_s": told.get("predicted_per_second"), "prompt_per_s": told.get("prompt_per_second")}
+
+
+def accelerate(args: argparse.Namespace) -> dict:
+    """Disk offload of all but the norm: the checkpoint's own safetensors, mapped, a module at a time."""
+    import tempfile
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(args.threads)
+    layers = len(list(args.path.glob("layer-*.safetensors")))
+    there = {f"model.layers.{i}": "disk" for i in range(layers)}
+    there |= {"model.embed_tokens": "disk", "lm_head": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as home:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.path, device_map=there, offload_folder=home, dtype=torch.bfloat16, local_files_only=True
+        )
+        loaded_s = time.perf_counter() - began
+        marks: list[float] = []
+
+        def seen(_ids, _scores, **_):
+            marks.append(time.perf_counter())
+            return torch.zeros(1, dtype=torch.bool)
+
+        ids = torch.tensor([PROMPT])
+        with torch.inference_mode():
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.tokens + 1, do_sample=False,
+                eos_token_id=None, pad_token_id=0, stopping_criteria=[seen],
+            )  # fmt: skip
+    return {"loaded_s": loaded_s, "tokens_per_s": args.tokens / (marks[-1] - marks[0])}
 
 
 def reads(args: argparse.Namespace) -> dict:
@@ -117,7 +152,7 @@ def reads(args: argparse.Namespace) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.streaming.run")
-    parser.add_argument("who", choices=("ours", "llama", "reads"))
+    parser.add_argument("who", choices=("ours", "llama", "accelerate", "reads"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--memory", type=int, help="bytes; default: what is free")
     parser.add_argument("--most", type=int, help="bytes, where that is less")
@@ -127,7 +162,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--draft", action="store_true")
     args = parser.parse_args()
-    print(json.dumps({"ours": ours, "llama": llama, "reads": reads}[args.who](args)))
+    runs = {"ours": ours, "llama": llama, "accelerate": accelerate, "reads": reads}
+    print(json.dumps(runs[args.who](args)))
     return 0
 
 
