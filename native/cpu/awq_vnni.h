@@ -152,8 +152,7 @@ inline void awq_add_part(const __m512i (&found)[D], __m512 zero, __m512 column_s
                          float* place) {
   __m512 part[D];
 #pragma GCC unroll 3
-  for (uint32_t d = 0; d < D; ++d)
-    part[d] = _mm512_fnmadd_ps(zero, _mm512_set1_ps(x.sum[row][d]), _mm512_cvtepi32_ps(found[d]));
+  for (uint32_t d = 0; d < D; ++d) part[d] = _mm512_fnmadd_ps(zero, _mm512_set1_ps(x.sum[row][d]), _mm512_cvtepi32_ps(found[d]));
   __m512 whole = _mm512_fmadd_ps(part[1], _mm512_set1_ps(256), part[0]);
   if constexpr (D == 3) whole = _mm512_fmadd_ps(part[2], _mm512_set1_ps(65536), whole);
   const __m512 scale = _mm512_mul_ps(column_scale, _mm512_set1_ps(x.unit[row]));

@@ -46,7 +46,7 @@ template <uint32_t F>
 #pragma GCC unroll 4
     for (uint32_t c = 0; c < 4; ++c) sum[f][c] = _mm512_setzero_si512();
   for (uint32_t k = 0; k < inputs; k += 4) {
-    const uint8_t(*from)[64] = codes.byte[k / 4] + half;
+    const uint8_t (*from)[64] = codes.byte[k / 4] + half;
     __m512i code[4];
 #pragma GCC unroll 4
     for (uint32_t c = 0; c < 4; ++c) code[c] = _mm512_load_si512(from[c]);
