@@ -104,3 +104,101 @@ TEST(a_create_looks_after_a_few_of_many_ended_sessions) {
   CHECK_EQ(rig.segments.session_files(), 0u);
   rig.store->check_integrity();
 }
+
+// ---------------------------------------------------------------- steps of one hold, by a clock that stands still
+
+namespace {
+struct StillClock {
+  StillClock() {
+    SlicedMutex::clock = [] { return uint64_t{0}; };
+  }
+  ~StillClock() { SlicedMutex::clock = &monotonic_ns; }
+};
+}  // namespace
+
+// Files, descriptors and mappings of those that left go by system calls, which nobody waits for: 200 are reaped four at a hold,
+// and no file goes before the lock does.
+TEST(the_files_of_sessions_that_left_go_once_the_lock_was_let_go_of) {
+  const StillClock clock;
+  Rig rig(64 * 2 * kPageBytes, 128);
+  std::vector<std::unique_ptr<Page>> pages;
+  for (int i = 0; i < 200; ++i) {
+    pages.push_back(std::make_unique<Page>(*rig.store, 1));
+    rig.store->end_session(pages.back()->id);
+  }
+  for (auto& page : pages) page->unmap();
+  const uint64_t before = StoreTest::gave_way(*rig.store);
+  CHECK_EQ(StoreTest::files_left_while_locked(*rig.store, [&] { return rig.segments.session_files(); }), 200u);
+  CHECK(StoreTest::gave_way(*rig.store) - before >= 200 / 4);
+  CHECK_EQ(rig.segments.session_files(), 0u);
+  rig.store->check_integrity();
+}
+
+// A client that dies with very much open: what it had is quarantined, and given back, a few hundred at a hold.
+TEST(the_end_of_a_session_with_much_open_gives_the_lock_away) {
+  const StillClock clock;
+  Rig rig(kBlocks * 2 * kPageBytes, 2 * kBlocks);
+  Page page(*rig.store, 1);
+  for (uint64_t i = 0; i < kBlocks; ++i) CHECK(rig.create(i, 2, page.id).status == Grant::Granted);
+  uint64_t before = StoreTest::gave_way(*rig.store);
+  rig.store->end_session(page.id);
+  CHECK_EQ(rig.store->stats().quarantined, kBlocks);
+  CHECK(StoreTest::gave_way(*rig.store) - before >= kBlocks / kMostAtOnce);
+  page.unmap();
+  before = StoreTest::gave_way(*rig.store);
+  rig.store->tick();
+  CHECK(StoreTest::gave_way(*rig.store) - before >= 2 * kBlocks / kMostAtOnce);  // given up, and freed
+  CHECK_EQ(rig.store->stats().quarantined + rig.store->stats().zombies, 0u);
+  rig.store->check_integrity();
+}
+
+// What many readers got since the last look counts for the choice of victims; a put looks at some of it, a tick at all.
+TEST(uses_of_many_readers_are_looked_at_in_slices) {
+  const StillClock clock;
+  constexpr uint64_t kReaders = 40;
+  Rig rig(64 * 2 * kPageBytes, 128);
+  for (uint64_t i = 0; i < 64; ++i) CHECK(rig.put(i, 2) == Grant::Granted);
+  std::vector<std::unique_ptr<Page>> pages;
+  for (uint64_t i = 0; i < kReaders; ++i) {
+    pages.push_back(std::make_unique<Page>(*rig.store, 1));
+    const std::vector<uint32_t> got(kTouchRing, rig.handle(i).record);
+    pages.back()->board->touched(got);
+  }
+  uint64_t before = StoreTest::gave_way(*rig.store);
+  CHECK(rig.put(100, 2) == Grant::Granted);
+  CHECK(StoreTest::uses_unseen(*rig.store) >= (kReaders - 4) * kTouchRing);
+  rig.store->tick();
+  CHECK(StoreTest::gave_way(*rig.store) - before >= kReaders / 2);
+  CHECK_EQ(StoreTest::uses_unseen(*rig.store), 0u);
+  std::vector<uint64_t> there;
+  for (uint64_t i = 0; i < kReaders; ++i)
+    if (rig.resident(i)) there.push_back(i);
+  CHECK(there.size() >= kReaders - 2);  // of uses that were not seen yet the put knew nothing
+  for (uint64_t i = 101; i < 101 + 64 - kReaders - 1; ++i) CHECK(rig.put(i, 2) == Grant::Granted);
+  for (const uint64_t i : there) CHECK(rig.resident(i));  // they are worth more than what nobody read
+  for (auto& page : pages) page->unmap(), rig.store->end_session(page->id);
+  rig.store->check_integrity();
+}
+
+// Statistics and the list of sessions read every pin.
+TEST(who_counts_what_all_hold_gives_the_lock_away) {
+  constexpr uint32_t kPins = 20'000;
+  static std::atomic<uint64_t> looks{0};
+  SlicedMutex::clock = [] { return looks.fetch_add(1) * 33'000; };
+  Rig rig(64 * 2 * kPageBytes, 128);
+  CHECK(rig.put(0, 2) == Grant::Granted);
+  const Handle held = rig.handle(0);
+  Page page(*rig.store, kPins);
+  rig.store->allow_pins(page.id, kPins, PinAllowance::kAnyPages);
+  for (uint32_t i = 0; i < kPins; ++i) CHECK(page.pin(held) != PinBoard::kNoSlot);
+  uint64_t before = StoreTest::gave_way(*rig.store);
+  const Stats stats = rig.store->stats();
+  CHECK_EQ(stats.pins, kPins);
+  CHECK_EQ(stats.held[static_cast<size_t>(PinOwner::Client)].bytes, kPins * 2 * kPageBytes);
+  CHECK(StoreTest::gave_way(*rig.store) > before);
+  before = StoreTest::gave_way(*rig.store);
+  const auto sessions = rig.store->sessions();
+  CHECK(sessions.size() == 1 && sessions[0].pins == kPins && sessions[0].pinned_bytes == kPins * 2 * kPageBytes);
+  CHECK(StoreTest::gave_way(*rig.store) > before);
+  SlicedMutex::clock = &monotonic_ns;
+}

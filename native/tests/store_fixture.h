@@ -55,6 +55,21 @@ class StoreTest {
     std::lock_guard lock(store.mutex_);
     store.mutex_.forget_holds();
   }
+  // All that left are reaped; how many files there are before the lock is let go of.
+  template <class F>
+  static size_t files_left_while_locked(Store& store, F&& files) {
+    const BuriedSessions::Rites after(store.buried_);
+    std::lock_guard lock(store.mutex_);
+    store.reap_in_slices();
+    return files();
+  }
+  static uint64_t uses_unseen(Store& store) {
+    std::lock_guard lock(store.mutex_);
+    uint64_t unseen = 0;
+    for (auto& [id, session] : store.sessions_)
+      if (session->file) unseen += std::min<uint64_t>(session->file->page().ring_head.load() - session->drained, kTouchRing);
+    return unseen;
+  }
   static uint64_t pins_read(Store& store) { return store.pins_.read; }
   static void next_session(Store& store, uint32_t id) { store.sessions_.next_id = id; }
   static const Mapping& page(Store& store, uint32_t session) { return store.sessions_.at(session)->file->mapping(); }

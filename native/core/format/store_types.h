@@ -26,6 +26,9 @@ inline constexpr size_t kPinOwners = 4;
 struct PinsHeld {
   uint64_t count = 0, bytes = 0;
 };
+struct PinsNamed : PinsHeld {
+  uint64_t words = 0;  // that name a record, of a block that is there or not
+};
 
 // What a client says of the pins of its session: whose they are; after how long, and beyond how many bytes, they may be asked
 // back.

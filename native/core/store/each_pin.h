@@ -29,14 +29,14 @@ void Store::each_pin(F&& f) {
 }
 
 // Lets go of the lock after each slice, unless there are few: a pin that was there from the beginning to the end is seen, one
-// that came or went meanwhile perhaps. f(record, generation, most pages).
+// that came or went meanwhile perhaps. Session 0 is the daemon itself.
 template <class F>
-void Store::each_pin_in_slices(Slice& slice, F&& f) {
+void Store::each_pin_of_in_slices(Slice& slice, uint32_t first, uint32_t last, F&& f) {
   constexpr size_t kWordsAtOnce = 4096, kWordsOfASession = 64;  // what its page costs
   const uint32_t records = index_.max_blocks();
-  uint32_t id = 0;
+  uint32_t id = first;
   size_t from = 0, words = 0;
-  for (auto at = sessions_.begin(); at != sessions_.end(); at = sessions_.at_least(id)) {
+  for (auto at = sessions_.at_least(id); at != sessions_.end() && at->first <= last; at = sessions_.at_least(id)) {
     if (at->first != id) id = at->first, from = 0;
     if (!at->second->file) {
       ++id;
@@ -47,7 +47,7 @@ void Store::each_pin_in_slices(Slice& slice, F&& f) {
     const size_t until = std::min(all.size(), from + kWordsAtOnce);
     for (size_t i = from; i < until; ++i)
       if (const uint64_t pin = all[i].load(std::memory_order_acquire); pin && pin_record(pin) < records)
-        f(pin_record(pin), pin_generation(pin), allowance.pages);
+        f(id, pin_record(pin), pin_generation(pin), allowance.pages);
     words += kWordsOfASession + (until > from ? until - from : 0);
     from = until;
     if (from >= all.size()) ++id, from = 0;
@@ -55,7 +55,16 @@ void Store::each_pin_in_slices(Slice& slice, F&& f) {
     if (words >= kWordsAtOnce) words = 0;
     if (id == 0) break;  // behind the last number that there is
   }
-  for (auto& [record, pin] : own_pins_) f(record, pin.generation, PinAllowance::kAnyPages);
+  if (first == 0)
+    for (auto& [record, pin] : own_pins_) f(0, record, pin.generation, PinAllowance::kAnyPages);
+}
+
+// f(record, generation, most pages).
+template <class F>
+void Store::each_pin_in_slices(Slice& slice, F&& f) {
+  each_pin_of_in_slices(slice, 0, ~0u,
+                        [this, &f](uint32_t, uint32_t record, uint64_t generation, uint32_t pages)
+                            REQUIRES(mutex_) { f(record, generation, pages); });
 }
 
 }  // namespace kv

@@ -57,6 +57,7 @@ class SessionTable {
     by_id_.emplace(id, std::move(session));
   }
   void erase(uint32_t id) { by_id_.erase(id); }
+  std::unique_ptr<SessionState> take(uint32_t id) { return std::move(by_id_.extract(id).mapped()); }
 
   // Never 0, which asks for a new session, and never one that lives.
   uint32_t new_id() {
@@ -68,6 +69,7 @@ class SessionTable {
 
   std::vector<uint32_t> ended;  // whose processes may still map them, looked at in turn
   uint32_t next_id = 1;
+  uint32_t next_ring = 0;  // the session whose uses are looked at next
 
  private:
   Map by_id_;

@@ -28,6 +28,7 @@
 #include "core/format/protocol.h"
 #include "core/format/store_types.h"
 #include "core/store/arena.h"
+#include "core/store/buried_sessions.h"
 #include "core/store/disk_state.h"
 #include "core/store/eviction.h"
 #include "core/store/expiry_heap.h"
@@ -41,6 +42,7 @@
 #include "core/store/pool.h"
 #include "core/store/record_counts.h"
 #include "core/store/record_set.h"
+#include "core/store/room.h"
 #include "core/store/session_table.h"
 #include "core/store/slice.h"
 
@@ -184,10 +186,11 @@ class Store {
   // The lock, and the namespace as an operation may find it. Throws Fenced.
   class SCOPED_CAPABILITY Entry {
    public:
-    explicit Entry(Store& store) ACQUIRE(store.mutex_) : lock_(store.mutex_) { store.begin_operation(); }
+    explicit Entry(Store& store) ACQUIRE(store.mutex_) : after_(store.buried_), lock_(store.mutex_) { store.begin_operation(); }
     ~Entry() RELEASE() {}
 
    private:
+    const BuriedSessions::Rites after_;
     const Lock lock_;
   };
   static constexpr size_t kSlice = 256, kReapSlice = 4;  // blocks that one hold of the lock deletes, sessions: some 100 us
@@ -276,6 +279,8 @@ class Store {
   void free_zombie(uint32_t record) REQUIRES(mutex_);
   template <class F>  // f(session or 0, record, generation, most pages): each_pin.h
   void each_pin_of(F&& f) REQUIRES(mutex_);
+  template <class F>  // the same in slices, of the sessions from the first to the last
+  void each_pin_of_in_slices(Slice& slice, uint32_t first, uint32_t last, F&& f) REQUIRES(mutex_);
   template <class F>  // without the session
   void each_pin(F&& f) REQUIRES(mutex_);
   template <class F>
@@ -299,7 +304,7 @@ class Store {
 
   // store_owners.cc
   void tell_rounds(Session& session) REQUIRES(mutex_);
-  PinsHeld held_by(const Session& session) const REQUIRES(mutex_);
+  std::map<uint32_t, PinsNamed> held_by_each(uint32_t first = 0, uint32_t last = ~0u) REQUIRES(mutex_);  // session. In slices
   bool look_after_terms() REQUIRES(mutex_);
   // store_pins.cc
   void scan_zombies(bool all = false) REQUIRES(mutex_);
@@ -311,23 +316,23 @@ class Store {
   std::vector<uint32_t> fresh_records() REQUIRES(mutex_);
   const RecordSet& poor_victims() REQUIRES(mutex_);
   bool is_parked(uint32_t record) const REQUIRES(mutex_);
-  void park(uint32_t record) REQUIRES(mutex_);
-  void leave_parking(uint32_t record) REQUIRES(mutex_);
+  void park(uint32_t record) REQUIRES(mutex_), leave_parking(uint32_t record) REQUIRES(mutex_);
   void mark_held(RecordSet& held, Slice& slice) REQUIRES(mutex_);
   void unpark(bool all) REQUIRES(mutex_);
   size_t room_for_more(uint64_t length) const REQUIRES(mutex_);
-  void drain_rings() REQUIRES(mutex_);
-  void reap_sessions(size_t most = ~size_t{0}) REQUIRES(mutex_);
+  void drain_rings(size_t most) REQUIRES(mutex_);
+  size_t drain_ring(Session& session, size_t most, double now) REQUIRES(mutex_);
+  void reap_sessions(size_t most) REQUIRES(mutex_), reap_in_slices() REQUIRES(mutex_);
+  bool reap_one() REQUIRES(mutex_);
   static uint64_t credible(const Session& session, const std::atomic<uint64_t>& claimed);
   void expire() REQUIRES(mutex_);              // gives way, as flush() and tick() do
   bool is_current(const Expiry& entry) const;  // about the block that lies in the record now
   void set_expiry(uint32_t record, uint32_t second) REQUIRES(mutex_);
   void remember_expiry(uint32_t record) REQUIRES(mutex_);
-  void end_session_locked(Session& session) REQUIRES(mutex_);
+  void end_session_locked(Session& session) REQUIRES(mutex_), end_truncated_sessions() REQUIRES(mutex_);
   void add_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void drop_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
-  void check_memory() REQUIRES(mutex_);
-  void check_pool() REQUIRES(mutex_);
+  void check_memory() REQUIRES(mutex_), check_pool() REQUIRES(mutex_);
   Presence promote_one(Fetcher* peers, const Key& key, uint32_t priority);
   bool peer_is_sooner(const Fetcher& peers, const Key& key) const;  // store_peers.cc
   // store_bytes.cc
@@ -356,17 +361,12 @@ class Store {
   Stream puts_{500'000};                   // puts of 1 MiB at the speed of memory are 50 to 250 µs apart
   std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
   LeftSessions left_;                      // of clients; changed under the lock
+  BuriedSessions buried_;
 
   std::atomic<LowerTier*> lower_{nullptr};
   std::atomic<Fetcher*> peers_{nullptr};
   Journal journal_;  // has a lock of its own
 
-  struct Room {
-    uint64_t chances = 0;                             // what was freed or sealed, or added to the pool: each might make room
-    uint64_t refused_length = ~0ull, refused_at = 0;  // for which there was no room, and chances and releases then
-    std::optional<Extent> reserved;                   // freed as the last resort of make_room, for the next grant
-    std::pair<uint64_t, size_t> ahead{};              // length and number of the last batch's blocks
-  };
   struct UseClock {
     double value = 0;                   // what use_now() said last
     uint64_t read_ns = monotonic_ns();  // when it did

@@ -193,7 +193,7 @@ void Store::adopt() {
   }
   adopt_clock();
   adopt_allowances();
-  reap_sessions();
+  reap_in_slices();
   scan_zombies();
   header->epoch.fetch_add(1, std::memory_order_release);
   load_ended();  // whoever waits for what the daemon before was loading

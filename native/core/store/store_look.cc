@@ -7,10 +7,13 @@
 
 namespace kv {
 
+// What the sessions hold is counted first, in slices; all else is of one moment.
 Stats Store::stats() {
+  const BuriedSessions::Rites after(buried_);
   const Lock lock(mutex_);
-  reap_sessions();
+  reap_in_slices();
   scan_zombies(true);
+  const std::map<uint32_t, PinsNamed> held = held_by_each();
   Stats s = counters_;
   s.used_bytes = blocks_.used_bytes;
   s.capacity_bytes = options_.capacity_bytes;
@@ -30,13 +33,16 @@ Stats Store::stats() {
   s.draining = draining_;
   s.pins = 0, s.sessions = 0;
   for (size_t owner = 0; owner < kPinOwners; ++owner) s.held[owner] = own_pins_.held(static_cast<PinOwner>(owner));
-  each_pin([&](uint32_t, uint64_t, uint32_t) { s.pins += 1; });
+  for (auto& [id, by] : held) {
+    s.pins += by.words;
+    const auto session = sessions_.find(id);
+    if (session == sessions_.end()) continue;
+    PinsHeld& all = s.held[static_cast<size_t>(session->second->terms.owner)];
+    all.count += by.count, all.bytes += by.bytes;
+  }
   for (auto& [id, session] : sessions_) {
     if (!session->file) continue;
     s.sessions += session->attached;
-    const PinsHeld held = held_by(*session);
-    PinsHeld& all = s.held[static_cast<size_t>(session->terms.owner)];
-    all.count += held.count, all.bytes += held.bytes;
     s.hits += credible(*session, session->file->page().hits);
     s.misses += credible(*session, session->file->page().misses);
   }
@@ -90,8 +96,9 @@ std::vector<Description> Store::list(uint32_t& next, uint32_t limit, std::span<c
 }
 
 void Store::check_integrity() {
+  const BuriedSessions::Rites after(buried_);
   const Lock lock(mutex_);
-  reap_sessions();
+  reap_in_slices();
   scan_zombies(true);
   arena_.check_integrity();
   auto expect = [](bool good, const std::string& what) {

@@ -8,7 +8,7 @@
 #include "core/base/error.h"
 #include "core/base/polling.h"
 #include "core/base/process.h"
-#include "core/store/store.h"
+#include "core/store/each_pin.h"
 
 namespace kv {
 
@@ -35,29 +35,40 @@ void Store::tell_rounds(Session& session) {
   said.store(now, std::memory_order_release);
 }
 
-PinsHeld Store::held_by(const Session& session) const {
-  PinsHeld held;
-  session.file->each_pin(session.allowance.slots, [&](uint64_t pin) {
-    const uint32_t record = pin_record(pin);
-    if (record >= index_.max_blocks()) return;
+std::map<uint32_t, PinsNamed> Store::held_by_each(uint32_t first, uint32_t last) {
+  std::map<uint32_t, PinsNamed> out;
+  PinsNamed* of = nullptr;
+  uint32_t whose = 0;
+  Slice slice(kSlice);
+  each_pin_of_in_slices(slice, first, last, [&](uint32_t id, uint32_t record, uint64_t generation, uint32_t) REQUIRES(mutex_) {
+    if (!of || whose != id) of = &out[id], whose = id;
+    of->words += 1;
     const Control now = control(record);  // a block that goes keeps its memory while it is pinned
-    const uint64_t since = now.generation() - pin_generation(pin);
-    if (now.state() == State::Free || now.state() == State::Disk || since > 2) return;
-    held.count += 1, held.bytes += extent_of(record).length;
+    if (now.state() == State::Free || now.state() == State::Disk || now.generation() - generation > 2) return;
+    of->count += 1, of->bytes += extent_of(record).length;
   });
-  return held;
+  return out;
 }
 
 // Whether some hold blocks on terms, so that they are looked at again soon.
 bool Store::look_after_terms() {
   bool any = false;
   const uint64_t now_ns = monotonic_ns();
-  for (auto& [id, session] : sessions_) {
-    if (!session->file || !session->terms.bounded()) continue;
-    const PinsHeld held = held_by(*session);
-    any |= held.count > 0;
-    session->age.look(session->terms, now_ns, session->terms.bytes && held.bytes > session->terms.bytes);
-    tell_rounds(*session);
+  for (auto at = sessions_.begin(); at != sessions_.end();) {
+    const uint32_t id = at->first;
+    if (at->second->file && at->second->terms.bounded()) {
+      const std::map<uint32_t, PinsNamed> found = held_by_each(id, id);
+      const PinsHeld held = found.empty() ? PinsNamed{} : found.begin()->second;
+      any |= held.count > 0;
+      at = sessions_.find(id);
+      if (at != sessions_.end()) {
+        Session& session = *at->second;
+        session.age.look(session.terms, now_ns, session.terms.bytes && held.bytes > session.terms.bytes);
+        tell_rounds(session);
+      }
+    }
+    if (id == ~0u) break;
+    at = sessions_.at_least(id + 1);
   }
   return any;
 }

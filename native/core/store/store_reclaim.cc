@@ -16,8 +16,9 @@ namespace {
 
 constexpr int kTickBusyMs = 50;  // while something waits to become free
 constexpr int kTickIdleMs = 1000;
-constexpr size_t kReapedAtOnce = 4;    // sessions that a create looks after: a system call each
-constexpr size_t kTriedAtOnce = 1024;  // victims that one hold of the lock looks at
+constexpr size_t kReapedAtOnce = 4;      // sessions that a create looks after: a system call each
+constexpr size_t kTriedAtOnce = 1024;    // victims that one hold of the lock looks at
+constexpr size_t kUsesOfACreate = 2048;  // of others, that it looks at before it chooses
 constexpr size_t kParkedAtOnce = 8192, kPinsOfAPass = 1 << 16;
 
 }  // namespace
@@ -64,21 +65,36 @@ void Store::free_zombie(uint32_t record) {
   if (!demote(record)) free_record(record, Event::LastPinGone);
 }
 
-// What readers got since the last look. The ring is lossy and its owner may write anything into it: a number out of range or of a
-// block that is gone is passed over.
-void Store::drain_rings() {
+// What readers got since the last look, of at most so many uses, the sessions in turn: a put answers for no more of what others
+// read. In slices.
+void Store::drain_rings(size_t most) {
   const double now = use_now();
-  for (auto& [id, session] : sessions_) {
-    if (!session->file) continue;
-    const SessionPage& page = session->file->page();
-    const uint64_t head = page.ring_head.load(std::memory_order_acquire);
-    const uint64_t fresh = std::min<uint64_t>(head - session->drained, kTouchRing);
-    for (uint64_t i = head - fresh; i != head; ++i) {
-      const uint32_t record = page.ring[i % kTouchRing].load(std::memory_order_relaxed);
-      if (record < index_.max_blocks() && control(record).state() == State::Sealed) use(record, now);
-    }
-    session->drained = head;
+  Slice slice(kSlice, 1);
+  size_t here = 0;
+  for (size_t left = sessions_.size(); left > 0 && most > 0;) {
+    auto at = sessions_.at_least(sessions_.next_ring);
+    if (at == sessions_.end()) at = sessions_.begin();
+    if (at == sessions_.end()) return;
+    const size_t wanted = std::min(most, kSlice), drained = at->second->file ? drain_ring(*at->second, wanted, now) : 0;
+    here += drained, most -= drained;
+    sessions_.next_ring = at->first;
+    if (drained < wanted || here >= kTouchRing) sessions_.next_ring += 1, here = 0, --left;
+    if (slice.over() || drained == kSlice) mutex_.give_way(), slice.again();
   }
+}
+
+// How many it drained. The ring is lossy and its owner may write anything into it: a number out of range or of a block that is
+// gone is passed over.
+size_t Store::drain_ring(Session& session, size_t most, double now) {
+  const SessionPage& page = session.file->page();
+  const uint64_t head = page.ring_head.load(std::memory_order_acquire);
+  const uint64_t begin = head - std::min<uint64_t>(head - session.drained, kTouchRing);
+  session.drained = begin + std::min<uint64_t>(head - begin, most);
+  for (uint64_t i = begin; i != session.drained; ++i) {
+    const uint32_t record = page.ring[i % kTouchRing].load(std::memory_order_relaxed);
+    if (record < index_.max_blocks() && control(record).state() == State::Sealed) use(record, now);
+  }
+  return session.drained - begin;
 }
 
 // ---------------------------------------------------------------- eviction
@@ -89,7 +105,7 @@ void Store::drain_rings() {
 //
 // What was refused stays refused until something was freed, sealed or unpinned: nothing longer finds room where this found none.
 void Store::make_room(uint64_t length, size_t count, bool last_look) {
-  reap_sessions(last_look ? kSlice : kReapedAtOnce);
+  last_look ? reap_in_slices() : reap_sessions(kReapedAtOnce);
   scan_zombies();
   auto room = [&]() REQUIRES(mutex_) {
     return (blocks_.free_head != Index::kAbsent || disk_.spare_records()) && arena_.has_room(length);
@@ -97,7 +113,7 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   if (room()) return;
   const uint64_t chances = room_.chances + releases();
   if (length >= room_.refused_length && chances == room_.refused_at) return;
-  drain_rings();
+  drain_rings(kUsesOfACreate);
   look_at_pins();
   unpark(policy_.least(Arena::size_class(length)).record == policy_.kNone && releases() != pins_.parked_scanned_at);
   if (blocks_.free_head == Index::kAbsent && !disk_.spare_records()) {
@@ -141,7 +157,7 @@ void Store::make_room_ahead() {
   const auto [length, count] = std::exchange(room_.ahead, {});
   if (count == 0 || draining_ || !fence_.empty()) return;
   if (const size_t records = index_.max_blocks() - blocks_.records + disk_.spare_records(); records < count) {
-    drain_rings();
+    drain_rings(kUsesOfACreate);
     evict_least(std::nullopt, count - records + room_for_more(length));
     scan_zombies();
   }
@@ -152,7 +168,7 @@ void Store::make_room_ahead() {
   // Where another class has the least valuable block, make_room() weighs the two.
   if (there == count || blocks_.free_head == Index::kAbsent || own.record == policy_.kNone || policy_.least().score < own.score)
     return;
-  drain_rings();
+  drain_rings(kUsesOfACreate);
   evict_least(size_class, count - there + room_for_more(length));
   scan_zombies();
 }
@@ -298,20 +314,19 @@ void Store::check_pool() {
 }
 
 int Store::tick() {
+  const BuriedSessions::Rites after(buried_);
   const Lock lock(mutex_);
   check_memory();
   if (fence_.empty() && pool_.truncated()) fence_ = "a client truncated its pool";
-  for (auto& [id, session] : sessions_)
-    if (session->truncated.load(std::memory_order_acquire) && !session->ended) end_session_locked(*session);
-  Slice slice(kReapSlice, 1);
-  for (size_t look = 0, count = sessions_.ended.size(); look < count; ++look)
-    if (reap_sessions(1); slice.over()) mutex_.give_way(), slice.again();
-  expire();
-  scan_zombies(true);
-  unpark(true);
+  end_truncated_sessions();
+  mutex_.give_way(), reap_in_slices();
+  mutex_.give_way(), expire();
+  mutex_.give_way(), scan_zombies(true);
+  mutex_.give_way(), unpark(true);
   room_.refused_length = ~0ull;  // whoever does not count the pins it clears waits no longer than this
-  drain_rings();
+  mutex_.give_way(), drain_rings(kTouchRing * sessions_.size());
   keep_origin();
+  mutex_.give_way();
   const bool on_terms = look_after_terms();
   bool waiting = on_terms || !pins_.zombies.empty() || !pins_.parked.empty();
   for (auto& [id, session] : sessions_) waiting |= session->ended;

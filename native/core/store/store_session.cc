@@ -61,10 +61,9 @@ void Store::check_reader(uint32_t protocol) const {
 }
 
 void Store::reap_left_sessions() {
+  const BuriedSessions::Rites after(buried_);
   const Lock lock(mutex_);
-  Slice slice(kReapSlice, 1);
-  for (size_t look = 0, count = sessions_.ended.size(); look < count; ++look)
-    if (reap_sessions(1); slice.over()) mutex_.give_way(), slice.again();
+  reap_in_slices();
 }
 
 bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol) {
@@ -74,11 +73,11 @@ bool Store::resume_session(uint32_t id, const Id& token, uint32_t pid, uint32_t 
   if (found == sessions_.end()) return false;
   Session& session = *found->second;
   if (!session.file || session.attached || session.truncated || session.file->token() != token) return false;
+  if (session.ended && !std::erase(sessions_.ended, id)) return false;  // its end is under way
   session.attached = session.resumed = true;
   session.since = std::chrono::steady_clock::now();
   if (session.is_left()) left_.drop(session.uid);
   session.ended = false;
-  std::erase(sessions_.ended, id);
   session.pid = pid, session.uid = uid;
   session.protocol = protocol;
   return true;
@@ -142,13 +141,23 @@ void Store::drop_unsealed(Session& session, uint32_t record) {
   session.unsealed.pop_back();
 }
 
-// Its writers may still touch the memory they were granted: it is quarantined until the session's lock is free.
+// Its writers may still touch the memory they were granted: it is quarantined until the session's lock is free. In slices, from
+// the last one on: what leaves the list meanwhile makes place for one that was looked at.
 void Store::end_session_locked(Session& session) {
   session.ended = true;
   session.attached = false;
   if (session.is_left()) left_.add(session.uid);
-  if (session.file) sessions_.ended.push_back(session.id);
-  for (uint32_t record : session.unsealed) {
+  std::vector<uint32_t> ended;
+  const auto wake = [&]() REQUIRES(mutex_) {
+    if (!ended.empty() && anybody_waits())
+      for (const uint32_t record : ended) futex_wake_all(progress_[record]);
+    ended.clear();
+  };
+  Slice slice(kSlice);
+  for (size_t at = session.unsealed.size(); at-- > 0;) {
+    if (slice.over()) wake(), mutex_.give_way(), slice.again();
+    if (at >= session.unsealed.size()) continue;
+    const uint32_t record = session.unsealed[at];
     if (control(record).state() != State::Created) continue;
     if (!session.file) {  // nobody but this process wrote here
       to_zombie(record, Event::Abort);
@@ -158,11 +167,22 @@ void Store::end_session_locked(Session& session) {
     transition(record, Event::SessionEnd, State::Quarantined, control(record).flags() & kFlagOnDisk);
     blocks_.created -= 1, blocks_.quarantined += 1;
     publish_progress(record, Phase::Ended);
-    futex_wake_all(progress_[record]);
+    ended.push_back(record);
+  }
+  wake();
+  if (session.file) sessions_.ended.push_back(session.id);  // last: from now on it may be reaped
+}
+
+void Store::end_truncated_sessions() {
+  for (auto at = sessions_.begin(); at != sessions_.end();) {
+    const uint32_t id = at->first;
+    if (at->second->truncated.load(std::memory_order_acquire) && !at->second->ended) end_session_locked(*at->second);
+    at = id == ~0u ? sessions_.end() : sessions_.at_least(id + 1);
   }
 }
 
 void Store::end_session(uint32_t id) {
+  const BuriedSessions::Rites after(buried_);
   const Lock lock(mutex_);
   const auto found = sessions_.find(id);
   if (found == sessions_.end() || found->second->ended) return;
@@ -172,29 +192,43 @@ void Store::end_session(uint32_t id) {
   scan_zombies();
 }
 
-// Looks at so many of those that ended, those that were not looked at for longest.
 void Store::reap_sessions(size_t most) {
-  for (size_t look = std::min(most, sessions_.ended.size()); look > 0; --look) {
-    const uint32_t id = sessions_.ended.front();
-    sessions_.ended.erase(sessions_.ended.begin());
-    Session& session = *sessions_.at(id);
-    if (!session.file->lock_free() || process_lives(session.device)) {
-      sessions_.ended.push_back(id);
-      continue;
-    }
-    for (uint32_t record : session.unsealed) {
-      if (control(record).state() != State::Quarantined) continue;
-      blocks_.quarantined -= 1;
-      to_zombie(record, Event::SessionLockFree);
-    }
-    counters_.hits += credible(session, session.file->page().hits);
-    counters_.misses += credible(session, session.file->page().misses);
-    session.file->unlink();
-    if (session.is_left()) left_.drop(session.uid);
-    // Its count goes with it and must not be missed; how many pins it still had nobody knows: enough to be worth a scan.
-    pins_.gone += session.file->page().released.load(std::memory_order_relaxed) + pins_.last_scan + 1;
-    sessions_.erase(id);
+  for (size_t look = std::min(most, sessions_.ended.size()); look > 0 && !sessions_.ended.empty(); --look) reap_one();
+}
+
+// All of them.
+void Store::reap_in_slices() {
+  Slice slice(kReapSlice, 1);
+  for (size_t left = sessions_.ended.size(); left > 0 && !sessions_.ended.empty();) {
+    if (!reap_one()) --left;
+    if (slice.over()) mutex_.give_way(), slice.again();
   }
+}
+
+// Looks at the one that was not looked at for longest. True: it is gone, and had so much open that some is left to do.
+bool Store::reap_one() {
+  const uint32_t id = sessions_.ended.front();
+  Session& session = *sessions_.at(id);
+  if (!session.file->lock_free() || process_lives(session.device)) {
+    std::rotate(sessions_.ended.begin(), sessions_.ended.begin() + 1, sessions_.ended.end());
+    return false;
+  }
+  for (size_t step = 0; !session.unsealed.empty(); ++step) {
+    if (step == kSlice / kReapSlice) return true;
+    const uint32_t record = session.unsealed.back();
+    session.unsealed.pop_back();
+    if (control(record).state() != State::Quarantined) continue;
+    blocks_.quarantined -= 1;
+    to_zombie(record, Event::SessionLockFree);
+  }
+  sessions_.ended.erase(sessions_.ended.begin());
+  counters_.hits += credible(session, session.file->page().hits);
+  counters_.misses += credible(session, session.file->page().misses);
+  if (session.is_left()) left_.drop(session.uid);
+  // Its count goes with it and must not be missed; how many pins it still had nobody knows: enough to be worth a scan.
+  pins_.gone += session.file->page().released.load(std::memory_order_relaxed) + pins_.last_scan + 1;
+  buried_.add(sessions_.take(id));
+  return false;
 }
 
 Mapping Store::session_page_head(uint32_t id) {
@@ -210,15 +244,14 @@ uint64_t Store::session_page_bytes(uint32_t id) {
 
 std::vector<SessionInfo> Store::sessions() {
   const Lock lock(mutex_);
+  std::map<uint32_t, PinsNamed> held = held_by_each();
   std::vector<SessionInfo> out;
   for (auto& [id, s] : sessions_) {
     if (!s->file) continue;
-    uint64_t pins = 0;
-    s->file->each_pin(s->allowance.slots, [&](uint64_t) { ++pins; });
-    const uint64_t bytes = held_by(*s).bytes;
+    const PinsNamed& by = held[id];
     const std::chrono::duration<double> attached = std::chrono::steady_clock::now() - s->since;
-    out.push_back({id, s->pid, s->uid, pins, bytes, s->unsealed.size(), attached.count(), s->attached, s->resumed, s->device != 0,
-                   s->terms});
+    out.push_back({id, s->pid, s->uid, by.words, by.bytes, s->unsealed.size(), attached.count(), s->attached, s->resumed,
+                   s->device != 0, s->terms});
   }
   return out;
 }
