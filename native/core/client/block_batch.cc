@@ -28,7 +28,10 @@ void BlockBatch::close() {
     if (item.state == ItemState::Hit && item.holders.load(std::memory_order_relaxed) &&
         item.holders.fetch_sub(1, std::memory_order_acq_rel) == 1)
       slots.push_back(item.slot);
-  if (!slots.empty() && !attachment_->foreign()) attachment_->board->clear(slots);
+  if (attachment_->foreign()) return;
+  for (const Item& item : items_)
+    if (item.state == ItemState::Hit && !item.holders.load(std::memory_order_relaxed)) attachment_->tables->used(item.at.extent);
+  if (!slots.empty()) attachment_->board->clear(slots);
 }
 
 void BlockBatch::check_held() {
@@ -51,8 +54,9 @@ void BlockBatch::hold(size_t i) {
 
 // A child's copy must not clear its parent's pins.
 void BlockBatch::let_go(size_t i) {
-  if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) == 1 && !attachment_->foreign())
-    attachment_->board->clear({&items_[i].slot, 1});
+  if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) != 1 || attachment_->foreign()) return;
+  attachment_->tables->used(items_[i].at.extent);
+  attachment_->board->clear({&items_[i].slot, 1});
 }
 
 void BlockBatch::give_up(size_t i) {

@@ -126,6 +126,7 @@ void BlockWriter::claim(std::span<const size_t> which, BlockWriter* sealing, con
     for (size_t i : part) {
       if (!items_[i].open) continue;
       attachment_->tables->writing(items_[i].extent);
+      attachment_->tables->used(items_[i].extent);
       prepare(i, chain);
     }
     lines_written();

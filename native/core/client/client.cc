@@ -199,6 +199,7 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> key
   }
   if (!lost.empty()) at.board->clear(lost);
   if (!current) throw Error(Code::Detached, "another daemon took over during the get");
+  for (const Extent& extent : extents) at.tables->used(extent);
   if (bytes >= PageTables::kWorthAThread) at.tables->reading(extents);
 }
 

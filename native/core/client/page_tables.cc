@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 
 namespace kv {
 namespace {
@@ -41,8 +42,21 @@ uint64_t PopulatedChunks::set(Extent extent) {
   return chunks * kChunk;
 }
 
+void PopulatedChunks::clear(Extent extent) {
+  uint64_t chunks = 0;
+  each_word(extent, [&](std::atomic<uint64_t>& word, uint64_t mask) {
+    chunks += static_cast<uint64_t>(std::popcount(word.fetch_and(~mask, std::memory_order_relaxed) & mask));
+  });
+  set_.fetch_sub(chunks * kChunk, std::memory_order_relaxed);
+}
+
 PageTables::PageTables(const Mapping& readable, const Mapping& writable, const std::atomic<uint64_t>& frontier)
-    : readable_(readable), writable_(writable), frontier_(frontier), read_(readable.size()), written_(writable.size()) {}
+    : readable_(readable),
+      writable_(writable),
+      frontier_(frontier),
+      read_(readable.size()),
+      written_(writable.size()),
+      recent_(readable.size()) {}
 
 PageTables::~PageTables() {
   if (!ahead_) return;
@@ -68,6 +82,22 @@ void PageTables::ask(F&& change) {
   change(*ahead_);
   if (!ahead_->thread.joinable()) ahead_->thread = std::thread([this] { run(); });
   ahead_->wanted.notify_one();
+}
+
+void PageTables::watch() {
+  if (recent_.bytes() >= kWorthDropping && !watching_.exchange(true)) ask([](Ahead&) {});
+}
+
+// Of shared memory only the tables' entries go.
+void PageTables::drop_idle() {
+  recent_.sweep([&](Extent idle) {
+    for (const Mapping* mapping : {&readable_, &writable_})
+      if (*mapping) ::madvise(mapping->data() + idle.offset, idle.length, MADV_DONTNEED);
+    read_.clear(idle);
+    if (writable_) written_.clear(idle);
+  });
+  watching_ = recent_.bytes() > 0;
+  watch();  // what was used just now saw that somebody looks
 }
 
 // What comes next if blocks are used in the order of their memory, and no more than was used so far.
@@ -102,15 +132,30 @@ void PageTables::writing(Extent extent) {
 void PageTables::run() {
   ::pthread_setname_np(::pthread_self(), "kv-populate");
   std::unique_lock lock(ahead_->mutex);
-  for (;;) {
-    ahead_->wanted.wait(lock, [&] { return ahead_->stop || !ahead_->reads.empty() || ahead_->write.length; });
+  const auto now = std::chrono::steady_clock::now;
+  const auto asked = [&] { return ahead_->stop || !ahead_->reads.empty() || ahead_->write.length; };
+  for (auto look_at = now();;) {
+    if (watching_) {
+      ahead_->wanted.wait_until(lock, look_at, asked);
+    } else {
+      ahead_->wanted.wait(lock, [&] { return asked() || watching_; });
+      look_at = now() + std::chrono::milliseconds(idle_ms);
+    }
     if (ahead_->stop) return;
+    if (watching_ && now() >= look_at) {
+      lock.unlock();
+      drop_idle();
+      lock.lock();
+      look_at = now() + std::chrono::milliseconds(idle_ms);
+    }
+    if (!asked()) continue;
     const bool reads = !ahead_->reads.empty();
     Extent& next = reads ? ahead_->reads.back() : ahead_->write;
     const Extent step{next.offset, std::min(next.length, kStep)};
     next.offset += step.length, next.length -= step.length;
     if (reads && next.length == 0) ahead_->reads.pop_back();
     lock.unlock();
+    used(step);
     // What fails was cut by another client: touching it will tell.
     if (reads)
       ::madvise(readable_.data() + step.offset, step.length, MADV_POPULATE_READ);

@@ -3,6 +3,9 @@
 //
 // Reading fills tables as it goes, sixteen pages a fault, which costs what asking for them costs: only for much at once a thread
 // goes ahead of the reader. Writing has no such help: an extent is asked for whole, and what lies behind it ahead of its create.
+//
+// What was used and then not for idle_ms to twice that goes from the tables, unless it was always little: once, also under a view
+// that is still held, and again behind its end. The memory stays: the next touch fills the tables again.
 #pragma once
 
 #include <atomic>
@@ -13,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/client/recent_chunks.h"
 #include "core/format/block.h"
 #include "core/format/segment.h"
 
@@ -25,6 +29,7 @@ class PopulatedChunks {
   explicit PopulatedChunks(uint64_t bytes) : words_((bytes / kChunk + 64) / 64) {}
   uint64_t missing(Extent extent) const;  // bytes of its chunks that are not there
   uint64_t set(Extent extent);            // bytes that were not there before
+  void clear(Extent extent);              // whole chunks
   uint64_t bytes() const { return set_.load(std::memory_order_relaxed); }
 
  private:
@@ -37,7 +42,9 @@ class PopulatedChunks {
 
 class PageTables {
  public:
-  static constexpr uint64_t kWorthAThread = 1ull << 20;  // of one get: less is read before a thread wakes
+  static constexpr uint64_t kWorthAThread = 1ull << 20;    // of one get: less is read before a thread wakes
+  static constexpr uint64_t kWorthDropping = 16ull << 20;  // of all that was used: then it is looked at, until nothing is left
+  static inline std::atomic<uint32_t> idle_ms{10'000};     // a test has no time
   // Of mappings that outlive it. `writable` may be empty. `bound`: that memory exists up to there.
   PageTables(const Mapping& readable, const Mapping& writable, const std::atomic<uint64_t>& frontier);
   ~PageTables();
@@ -45,8 +52,12 @@ class PageTables {
 
   void reading(std::span<const Extent> extents);  // are about to be read
   void writing(Extent extent);                    // is about to be written
-  void stop();                                    // prompt; what is not there by then comes with its first touch
-  void abandon();                                 // in a forked child, where its thread is not
+  // It is read or written now: when that was long ago it may go. What is in use and never told so stays.
+  void used(Extent extent) {
+    if (recent_.use(extent)) watch();
+  }
+  void stop();     // prompt; what is not there by then comes with its first touch
+  void abandon();  // in a forked child, where its thread is not
   uint64_t bytes() const { return read_.bytes() + written_.bytes(); }
 
  private:
@@ -60,12 +71,16 @@ class PageTables {
   };
   template <class F>
   void ask(F&& change);
+  void watch();
+  void drop_idle();
   Extent behind(Extent extent, const Mapping& mapping, const PopulatedChunks& there) const;
   void run();
 
   const Mapping &readable_, &writable_;
   const std::atomic<uint64_t>& frontier_;
   PopulatedChunks read_, written_;
+  RecentChunks recent_;
+  std::atomic<bool> watching_{false};  // the thread looks at recent_ from time to time
   std::unique_ptr<Ahead> ahead_ = std::make_unique<Ahead>();
 };
 

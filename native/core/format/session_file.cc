@@ -124,11 +124,7 @@ bool SessionFile::lock_free() { return ::flock(own_.get(), LOCK_EX | LOCK_NB) ==
 
 void SessionFile::unlink() { ::unlink(path_.c_str()); }
 
-PinBoard::PinBoard(Mapping page) : mapping_(std::move(page)) {
-  const auto count = static_cast<uint32_t>(slots());
-  free_.resize(count);
-  for (uint32_t i = 0; i < count; ++i) free_[i] = count - 1 - i;
-}
+PinBoard::PinBoard(Mapping page) : mapping_(std::move(page)) {}
 
 PinAllowance PinBoard::allowance() const {
   const uint64_t word = page().allowance.load(std::memory_order_relaxed);
@@ -142,28 +138,32 @@ bool PinBoard::covers(uint32_t slot, uint32_t pages) const {
 
 size_t PinBoard::taken() {
   std::lock_guard lock(mutex_);
-  return slots() - free_.size();
+  return fresh_ - free_.size();
+}
+
+uint32_t PinBoard::free_slot(uint32_t allowed) {
+  if (!free_.empty() && free_.back() >= allowed)
+    std::sort(free_.begin(), free_.end(), std::greater<>());  // lower ones lie deeper
+  if (free_.empty() || free_.back() >= allowed) return fresh_ < std::min<size_t>(allowed, slots()) ? fresh_++ : kNoSlot;
+  const uint32_t slot = free_.back();
+  free_.pop_back();
+  return slot;
 }
 
 size_t PinBoard::take(std::span<const uint64_t> wanted, uint32_t* slots, std::span<const uint32_t> pages) {
   std::lock_guard lock(mutex_);
   const PinAllowance allowed = allowance();
   auto& high = mapping_.at<SessionPage>(0)->pins_high;
-  const size_t count = std::min(wanted.size(), free_.size());
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < wanted.size(); ++i) {
     if (!pages.empty() && pages[i] > allowed.pages) return i;
-    if (free_.back() >= allowed.slots) {  // lower ones may lie deeper, after much coming and going
-      std::sort(free_.begin(), free_.end(), std::greater<>());
-      if (free_.back() >= allowed.slots) return i;
-    }
-    const uint32_t slot = free_.back();
+    const uint32_t slot = free_slot(allowed.slots);
+    if (slot == kNoSlot) return i;
     if (slot >= high.load(std::memory_order_relaxed)) high.store(slot + 1, std::memory_order_release);
     uint64_t empty = 0;
     KV_INVARIANT(pins()[slot].compare_exchange_strong(empty, wanted[i], std::memory_order_acq_rel));
-    free_.pop_back();
     slots[i] = slot;
   }
-  return count;
+  return wanted.size();
 }
 
 void PinBoard::clear(std::span<const uint32_t> slots) {

@@ -132,8 +132,11 @@ class PinBoard {
   std::atomic<uint64_t>* pins() const { return mapping_.at<std::atomic<uint64_t>>(kPinsOffset); }
 
   Mapping mapping_;
+  uint32_t free_slot(uint32_t allowed);  // kNoSlot: none below this
+
   std::mutex mutex_;
-  std::vector<uint32_t> free_;  // low slots on top, so that scans stay short
+  std::vector<uint32_t> free_;  // that had a pin. Those used last on top, so that scans stay short
+  uint32_t fresh_ = 0;          // from here on no slot ever had one
 };
 
 }  // namespace kv

@@ -1,4 +1,4 @@
-"""A client's memory is what it used: not the pool, and not twice because it may write.
+"""A client's memory is what it used lately: not the pool, and not twice because it may write.
 
 Method: processes of their own attach to a pool whose memory all exists, read or write a part of it, and look
 at what the kernel counts as theirs (/proc/self/smaps, the pool's mappings).
@@ -17,7 +17,7 @@ from tests.fault.children import eventually
 MIB = 1 << 20
 POOL_MIB, BLOCKS = 256, 24  # of a MiB
 CLIENT = """
-import json, os, re, sys
+import json, os, re, sys, time
 import kvclient
 from kvclient import Layout
 
@@ -29,6 +29,10 @@ def mine():
         elif ours and line.startswith("Rss:"):
             rss += int(line.split()[1]) << 10
     return rss
+
+def shared():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem:"))
 
 what = sys.argv[2]
 with kvclient.connect(dir=sys.argv[1], read_only=what == "read") as client:
@@ -45,6 +49,14 @@ with kvclient.connect(dir=sys.argv[1], read_only=what == "read") as client:
                 writer[0].layer(0)[:] = n
     found["used"] = mine()
     found["told"] = client.populated_bytes
+    if sys.argv[4:] == ["idle"]:
+        found["before"], deadline = shared(), time.monotonic() + 120
+        while mine() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        found["idle"], found["after"] = mine(), shared()
+        with client.get(keys) as blocks:
+            layers = [set(block.layer(0).ravel().tolist()) for block in blocks]
+        found["right"] = layers == [{n} for n in range(len(keys))]
 print(json.dumps(found))
 """
 
@@ -60,9 +72,9 @@ def run(daemon, capsys):
 
     eventually(faulted, "all of the pool's memory exists", 60)
 
-    def client(what: str, blocks: int) -> dict[str, int]:
+    def client(what: str, blocks: int, *then: str) -> dict[str, int]:
         done = subprocess.run(
-            [sys.executable, "-c", CLIENT, str(one.dir), what, str(blocks)],
+            [sys.executable, "-c", CLIENT, str(one.dir), what, str(blocks), *then],
             cwd=ROOT, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -78,3 +90,13 @@ def test_a_client_has_what_it_used_in_its_page_tables(run):
         assert found["used"] <= most * MIB, f"{what}: what was used, and no more than that once more ahead"
         if most > 4:
             assert found["used"] >= BLOCKS * MIB, "it was touched"
+
+
+@pytest.mark.slow  # what was not used for ten to twenty seconds; page_tables_test.cc has less time
+def test_what_a_client_does_not_use_goes_from_its_page_tables(run):
+    for what in ("write", "read"):
+        found = run(what, BLOCKS, "idle")
+        assert found["before"] >= BLOCKS * MIB
+        assert found["idle"] == 0
+        assert found["after"] <= found["before"] - BLOCKS * MIB, "RssShmem"
+        assert found["right"]
