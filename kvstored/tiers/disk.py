@@ -27,51 +27,75 @@ ANSWER_S = 2.0  # a disk that has not answered by then is done without, until it
 
 
 class Tier:
-    """The tier of one namespace. Its directories are opened on a thread of its own, which may never return
-    from there: until it does nothing is found on the disk and nothing is written, and what is deleted is kept
-    in mind."""
+    """The tier of one namespace. Each of its directories is opened on a thread of its own, which may never
+    return from there: until it does nothing is found there and nothing is written, and what is deleted is
+    kept in mind. The tier begins with those that have answered."""
 
     def __init__(self, native: Any, directories: Directories, name: str, loads: str, others: Any) -> None:
         self.native = native
         self.directories = directories
-        self.error: Exception | None = None  # why it could not be opened
-        self.answered = threading.Event()  # it was opened, or could not be
+        self.errors: dict[str, Exception] = {}  # by path: why it could not be opened
+        self.answered = threading.Event()  # each was opened, or could not be
         self._name = name
         self._loads = loads
-        self._others = others  # called when it was opened
-        self._at = directories.paths[0]  # what is being opened
+        self._others = others  # called when all were opened
+        self._silent = list(directories.paths)
+        self._engines: dict[str, Any] = {}  # of those that were opened
         self._changing = threading.Lock()
-        self._wanted = self._closed = False
-        threading.Thread(target=self._open, name=f"open-{name}", daemon=True).start()
+        self._wanted = self._begun = self._closed = False
+        for number, path in enumerate(directories.paths):
+            threading.Thread(
+                target=self._open, args=(number, path), name=f"open-{name}-{number}", daemon=True
+            ).start()
 
-    def _open(self) -> None:
+    def _open(self, number: int, path: str) -> None:
+        engine = error = None
         try:
-            for number, path in enumerate(self.directories.paths):
-                self._at = path
-                self.directories.open(number)
-                self.native.open()
-            self._others()
-        except (StartupError, StoreError, OSError) as error:
-            self.error = error
+            self.directories.open(number)
+            engine = self.native.open(number)
+        except (StartupError, StoreError, OSError) as why:
+            error = why
         with self._changing:
-            self.answered.set()
-            self._begin()
+            self._silent.remove(path)
+            if error:
+                self.errors[path] = error
+            else:
+                self._engines[path] = engine
+                if self._begun:
+                    self._tell(path)
+            last = not self._silent
+        try:
+            if last and not self.errors:
+                self._others()
+        except OSError as why:
+            with self._changing:
+                self.errors[path] = why
+        finally:
+            with self._changing:
+                if last:
+                    self.answered.set()
+                self._begin()
 
     def start(self) -> None:
-        """As soon as it is opened."""
+        """As soon as one is opened."""
         with self._changing:
             self._wanted = True
             self._begin()
 
     def _begin(self) -> None:
-        if not self._wanted or self._closed or self.error or not self.answered.is_set():
+        if not self._wanted or self._closed or self._begun or not self._engines:
             return
-        for path, engine in zip(self.directories.paths, self.native.engines, strict=True):
-            log.info(
-                "disk", namespace=self._name, directory=path, engine=engine.name, reason=engine.reason,
-                loads=self._loads,
-            )  # fmt: skip
+        self._begun = True
+        for path in self._engines:
+            self._tell(path)
         self.native.begin()
+
+    def _tell(self, path: str) -> None:
+        engine = self._engines[path]
+        log.info(
+            "disk", namespace=self._name, directory=path, engine=engine.name, reason=engine.reason,
+            loads=self._loads,
+        )  # fmt: skip
 
     def close(self) -> None:
         with self._changing:
@@ -82,13 +106,14 @@ class Tier:
 
     def conditions(self) -> list[tuple[str, str]]:
         """(degraded state, text)"""
-        if self.error:
-            return [("disk_failed", f"{self.error}: the store goes on without it until a restart")]
-        if not self.answered.is_set():
-            return [
-                ("disk_failed", f"{self._at} does not answer: the store goes on without it until it does")
-            ]
-        return [(STATES[found.state], found.text) for found in self.native.conditions()]
+        with self._changing:
+            failed, silent = list(self.errors.values()), list(self._silent)
+        told = [("disk_failed", f"{error}: the store goes on without it until a restart") for error in failed]
+        for path in silent:
+            told.append(
+                ("disk_failed", f"{path} does not answer: the store goes on without it until it does")
+            )
+        return told + [(STATES[found.state], found.text) for found in self.native.conditions()]
 
 
 class Tiers:
@@ -129,8 +154,8 @@ class Tiers:
             end = time.monotonic() + ANSWER_S
             for tier in self._tiers.values():
                 tier.answered.wait(max(0.0, end - time.monotonic()))
-                if tier.error:
-                    raise StartupError(f"disk: {tier.error}") from tier.error
+                for error in tier.errors.values():
+                    raise StartupError(f"disk: {error}") from error
         except StoreError as error:
             self.close()
             raise StartupError(f"disk: {error}") from error
@@ -174,6 +199,8 @@ class Tiers:
     def watch(self, degraded: Degraded) -> None:
         """Brings the degraded states of the disks up to date."""
         for name, tier in self._tiers.items():
-            found = dict(tier.conditions())
+            found: dict[str, str] = {}
+            for state, text in tier.conditions():
+                found[state] = f"{found[state]}; {text}" if state in found else text
             for state in STATES.values():
                 degraded.put(state in found, state, name, found.get(state, ""))

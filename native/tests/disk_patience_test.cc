@@ -18,7 +18,7 @@ using test::key;
 
 // The first directory's calls are hooked; a block's home is by its key, so there are blocks of either.
 struct TwoDirectories {
-  TwoDirectories() {
+  explicit TwoDirectories(uint64_t quota = 64 << 20) : rig(quota) {
     rig.also = [this](DiskTier::Options& options) {
       options.directories[0].files = std::make_unique<HookedFiles>(std::move(options.directories[0].files), hooks);
       Choice choice = choose_engine(other.directory, 8);
@@ -58,7 +58,18 @@ struct TwoDirectories {
     return true;
   }
 
-  static constexpr uint64_t kBlocks = 24;
+  // Another daemon, which the first directory does not answer yet.
+  void restart_beside_a_silent_one() {
+    rig.also = [this, also = rig.also](DiskTier::Options& options) {
+      also(options);
+      late = std::move(options.directories[0]);
+      options.directories[0] = {late.path, nullptr, nullptr};
+    };
+    rig.restart(true);
+  }
+
+  static constexpr uint64_t kBlocks = 24, kFileBytes = 17 * kPageBytes + kBlockFileHeaderBytes;
+  DiskTier::Directory late;
   std::atomic<bool> open{false};
   Hooks hooks;
   DiskRig other, rig;
@@ -128,6 +139,56 @@ TEST(a_removal_that_does_not_return_is_made_once_it_does) {
   two.go_on();
   CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(stuck), {})); }));
   CHECK(eventually([&] { return rig.tier->conditions().empty() && rig.presence(stuck) == Presence::Missing; }));
+}
+
+TEST(a_directory_that_answers_after_the_start_holds_up_no_other_and_joins) {
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  const uint64_t late = two.one_of(false), read = two.one_of(true);
+  uint64_t deleted = late + 1;
+  while (two.in_other(deleted)) ++deleted;
+  two.restart_beside_a_silent_one();
+  CHECK(rig.load(read) && rig.right(read));
+  CHECK_EQ(rig.tier->promote(key(late), 35), Presence::Missing);
+  CHECK(two.writes(5000));
+  CHECK(rig.store->remove(key(read)) && rig.store->remove(key(deleted)));
+  CHECK(eventually([&] { return !two.in_other(read); }));
+  rig.tier->open(0, std::move(two.late));
+  CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(deleted), {})); }));
+  CHECK_EQ(rig.presence(deleted), Presence::Missing);
+  CHECK(eventually([&] { return rig.tier->promote(key(late), 35) == Presence::Pending; }));
+  CHECK(eventually([&] { return rig.presence(late) == Presence::Resident; }) && rig.right(late));
+  CHECK(eventually([&] { return rig.tier->stats().bytes == rig.bytes_on_disk() + two.other.bytes_on_disk(); }));
+  CHECK(rig.put_on_disk(12000) && rig.put_on_disk(12001));
+}
+
+TEST(a_flush_beside_a_silent_directory_says_so_and_holds_when_it_answers) {
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  two.restart_beside_a_silent_one();
+  CHECK_EQ(test::thrown([&] { rig.store->flush(); }), std::optional(Code::Unavailable));
+  CHECK(eventually([&] { return two.other.files().empty(); }));
+  CHECK(!rig.files().empty());
+  rig.tier->open(0, std::move(two.late));
+  CHECK(eventually([&] { return rig.files().empty(); }));
+  for (uint64_t i = 0; i < two.kBlocks; ++i) CHECK(rig.tier->promote(key(i), 35) == Presence::Missing);
+  CHECK(rig.put_on_disk(12000));
+}
+
+// What it has is not known: half of the quota, for all that anybody can say.
+TEST(beside_a_silent_directory_the_others_have_their_share_of_the_quota) {
+  TwoDirectories two(20 * TwoDirectories::kFileBytes);
+  DiskRig& rig = two.rig;
+  two.restart_beside_a_silent_one();
+  const uint64_t most = std::max(10 * TwoDirectories::kFileBytes, two.other.bytes_on_disk());
+  for (uint64_t i = 5000; i < 5030; ++i) CHECK(rig.put_on_disk(i));
+  CHECK(two.other.bytes_on_disk() <= most &&
+        two.other.bytes_on_disk() + TwoDirectories::kFileBytes > 10 * TwoDirectories::kFileBytes);
+  rig.tier->open(0, std::move(two.late));
+  CHECK(eventually([&] { return rig.tier->stats().bytes == rig.bytes_on_disk() + two.other.bytes_on_disk() && !rig.busy(); }));
+  CHECK(rig.tier->stats().bytes <= 20 * TwoDirectories::kFileBytes);
+  for (uint64_t i = 6000; i < 6030; ++i) CHECK(rig.put_on_disk(i));
+  CHECK(rig.files().size() > 0 && rig.bytes_on_disk() + two.other.bytes_on_disk() <= 20 * TwoDirectories::kFileBytes);
 }
 
 }  // namespace

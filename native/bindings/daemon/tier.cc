@@ -26,21 +26,26 @@ struct ChosenEngine {
 
 // A tier and what its engines are, for the log.
 struct Tier {
-  std::vector<std::unique_ptr<kv::Faults>> faults;  // they outlive the tier
-  std::vector<ChosenEngine> engines;
+  std::vector<std::unique_ptr<kv::Faults>> faults;  // of each directory; they outlive the tier
   std::vector<std::string> paths;
   std::string schedule;  // of faults
   std::unique_ptr<DiskTier> tier;
 };
 
-DiskTier::Directory open_directory(Tier& self) {
-  const std::string& path = self.paths.at(self.engines.size());
+// On a thread of each directory's own.
+ChosenEngine open_directory(Tier& self, uint8_t number) {
+  const std::string& path = self.paths.at(number);
   kv::Choice choice = kv::choose_engine(path, kDepth);
-  auto files = std::make_unique<kv::RealFiles>(path, choice.direct);
-  self.engines.push_back({choice.engine->name(), choice.reason});
-  if (self.schedule.empty()) return {path, std::move(files), std::move(choice.engine), choice.problem};
-  self.faults.push_back(std::make_unique<kv::Faults>(self.schedule, path, std::move(files), std::move(choice.engine)));
-  return {path, self.faults.back()->take_files(), self.faults.back()->take_engine(), choice.problem};
+  const ChosenEngine chosen{choice.engine->name(), choice.reason};
+  DiskTier::Directory opened{path, std::make_unique<kv::RealFiles>(path, choice.direct), std::move(choice.engine),
+                             choice.problem};
+  if (!self.schedule.empty()) {
+    auto& faults = self.faults.at(number) =
+        std::make_unique<kv::Faults>(self.schedule, path, std::move(opened.files), std::move(opened.engine));
+    opened.files = faults->take_files(), opened.engine = faults->take_engine();
+  }
+  self.tier->open(number, std::move(opened));
+  return chosen;
 }
 
 nb::dict stats(Tier& self) {
@@ -93,7 +98,7 @@ void bind_tier(nb::module_& m) {
             nb::gil_scoped_release release;
             auto made = std::make_unique<Tier>();
             DiskTier::Options options;
-            made->paths = directories, made->schedule = faults;
+            made->paths = directories, made->schedule = faults, made->faults.resize(directories.size());
             for (const std::string& path : directories) options.directories.push_back({path, nullptr, nullptr});
             options.quota_bytes = quota_bytes, options.max_files = max_files;
             options.fanout = {fanout_levels, fanout_digits};
@@ -106,19 +111,13 @@ void bind_tier(nb::module_& m) {
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("directories"), nb::arg("quota_bytes"), nb::arg("max_files"),
           nb::arg("fanout_levels"), nb::arg("fanout_digits"), nb::arg("daily_write_bytes") = 0, nb::arg("keep_corrupt") = false,
           nb::arg("huge_pool") = false, nb::arg("faults") = "")
-      .def(
-          "open",
-          [](Tier& self) {
-            const auto next = static_cast<uint8_t>(self.engines.size());
-            self.tier->open(next, open_directory(self));
-          },
-          nb::call_guard<nb::gil_scoped_release>(), "The next directory: I/O, for as long as it takes.")
+      .def("open", open_directory, nb::arg("number"), nb::call_guard<nb::gil_scoped_release>(),
+           "A directory, once, also after begin(): I/O, for as long as it takes. The engine that it got.")
       .def("begin", [](Tier& self) { self.tier->begin(); })
       .def(
           "stop", [](Tier& self) { self.tier->stop(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("set_quota", [](Tier& self, uint64_t bytes) { self.tier->set_quota(bytes); })
       .def("stats", stats)
       .def("latencies", latencies)
-      .def("conditions", [](Tier& self) { return self.tier->conditions(); })
-      .def_prop_ro("engines", [](Tier& self) { return self.engines; }, "Of open().");
+      .def("conditions", [](Tier& self) { return self.tier->conditions(); });
 }

@@ -9,6 +9,7 @@
 #include "core/base/error.h"
 #include "core/base/polling.h"
 #include "core/disk/tier_steps.h"
+#include "core/files/absent.h"
 
 namespace kv {
 namespace {
@@ -49,26 +50,17 @@ DiskTier::DiskTier(Store& store, Options options)
   watch(epoll_.get(), wake_.get());
   places_.reserve(options.directories.size());
   for (Directory& directory : options.directories)
-    places_.push_back({.at = {.path = directory.path, .files = {}, .engine = {}}, .staging = Staging(kBuffers)});
-  for (size_t d = 0; d < places_.size(); ++d)
-    if (options.directories[d].files) take_directory(places_[d], std::move(options.directories[d]));
+    places_.push_back({.at = {directory.path, std::make_unique<AbsentFiles>(), std::make_unique<AbsentEngine>()},
+                       .staging = Staging(kBuffers)});
+  for (uint8_t d = 0; d < places_.size(); ++d)
+    if (options.directories[d].files) open(d, std::move(options.directories[d]));
   queues_.resize(places_.size());
-}
-
-// The path stays: others read it meanwhile.
-void DiskTier::take_directory(Place& place, Directory opened) {
-  place.at.files = std::move(opened.files), place.at.engine = std::move(opened.engine), place.at.problem = opened.problem;
-  if (places_.size() == 1) return;  // nobody to be held up
-  auto patient = std::make_unique<PatientFiles>(std::move(place.at.files), patience_ms_);
-  place.patient = patient.get();
-  place.at.files = std::move(patient);
 }
 
 DiskTier::~DiskTier() { stop(); }
 
 void DiskTier::start() {
   attach();
-  for (uint8_t d = 0; d < places_.size(); ++d) read_notes(d);
   begin();
 }
 
@@ -77,21 +69,58 @@ void DiskTier::attach() {
   store_.attach_disk(wake_.get(), this);
 }
 
-void DiskTier::open(uint8_t directory, Directory opened) {
-  take_directory(places_[directory], std::move(opened));
-  read_notes(directory);
+// What a daemon had not removed when it ended, what was flushed, and how much was written today.
+DiskTier::Arrival DiskTier::read_notes(uint8_t directory, Directory opened) const {
+  std::vector<Key> deleted;
+  const int error = opened.files->deleted(max_files_, &deleted);
+  const uint32_t flushed_s = opened.files->flushed_s();
+  const Written written = opened.files->written();
+  return {directory, std::move(opened), std::move(deleted), error, flushed_s, written};
 }
 
-void DiskTier::read_notes(uint8_t directory) {
-  Place& place = places_[directory];
-  take_kept(directory);
-  flushed_s_ = std::max(flushed_s_.load(), place.at.files->flushed_s());
-  const Written written = place.at.files->written();
-  if (written.day == day_.load()) written_today_ += place.written_today = written.bytes;
+void DiskTier::open(uint8_t directory, Directory opened) {
+  Arrival arrival = read_notes(directory, std::move(opened));
+  std::lock_guard lock(mutex_);
+  arrivals_.push_back(std::move(arrival));
+  ::eventfd_write(wake_.get(), 1);
+}
+
+void DiskTier::take_arrivals() {
+  std::vector<Arrival> arrived;
+  {
+    std::lock_guard lock(mutex_);
+    arrived.swap(arrivals_);
+  }
+  for (Arrival& arrival : arrived) take(std::move(arrival));
+  if (arrived.empty()) return;
+  std::lock_guard lock(mutex_);
+  uncounted_ = true;  // until it is listed
+  stopping_.notify_all();
+}
+
+// The path stays: others read it meanwhile. What was deleted goes first, before anybody can find it.
+void DiskTier::take(Arrival arrival) {
+  const uint8_t d = arrival.directory;
+  Place& place = places_[d];
+  place.at.files = std::move(arrival.opened.files), place.at.engine = std::move(arrival.opened.engine);
+  place.at.problem = arrival.opened.problem;
+  if (places_.size() > 1) {  // others to be held up
+    auto patient = std::make_unique<PatientFiles>(std::move(place.at.files), patience_ms_);
+    place.patient = patient.get();
+    place.at.files = std::move(patient);
+  }
+  watch(epoll_.get(), place.at.engine->event_fd());
+  for (const Key& key : arrival.deleted) forget(key);
+  kept_ = kept_ || !arrival.deleted.empty();
+  flushed_s_ = std::max(flushed_s_.load(), arrival.flushed_s);
+  if (arrival.written.day == day_.load()) written_today_ += place.written_today = arrival.written.bytes;
+  open_.fetch_or(uint64_t{1} << d, std::memory_order_release);
+  if (arrival.error != 0) went_wrong(d, -arrival.error, false, "reading what was deleted");
+  if (place.at.problem) went_wrong(d, place.at.problem, true, "making a file");
 }
 
 void DiskTier::begin() {
-  for (const Place& place : places_) watch(epoll_.get(), place.at.engine->event_fd());
+  take_arrivals();
   thread_ = std::thread([this] { run(); });
   scanner_ = std::thread([this] { scan(); });
   begun_.store(true);
@@ -124,7 +153,7 @@ Presence DiskTier::promote(const Key& key, uint32_t priority) {
   const uint64_t bytes = entry ? entry->bytes() : 0;
   if (loading_.contains(key) && !cancelled_.contains(key)) return Presence::Pending;
   if (const auto queued = queued_.find(key); queued != queued_.end()) return raise(queued->second, priority);
-  if (deleted(key, entry) || (!entry && listed())) return Presence::Missing;
+  if (deleted(key, entry) || (!entry && (listed() || !is_open(home(key))))) return Presence::Missing;
   if (loading_.contains(key)) return Presence::Missing;
   if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
     if (now_ms() < vain->second) return Presence::Missing;
@@ -132,7 +161,7 @@ Presence DiskTier::promote(const Key& key, uint32_t priority) {
   }
   const uint8_t directory = entry ? entry->directory : home(key);
   Queue& queue = queues_[directory];
-  const Queue::key_type place(~priority, ++arrivals_);
+  const Queue::key_type place(~priority, ++asked_);
   if (queue.size() >= kMaxQueue) {  // the least urgent gives way
     const auto last = std::prev(queue.end());
     if (last->first < place) return Presence::OnDisk;
@@ -241,8 +270,6 @@ double DiskTier::thread_cpu_s() const {
 
 void DiskTier::run() {
   ::pthread_setname_np(::pthread_self(), "kv-disk");
-  for (uint8_t d = 0; d < places_.size(); ++d)
-    if (const int problem = places_[d].at.problem) went_wrong(d, problem, true, "making a file");
   while (!stop_.load()) {
     wait(turn() ? 0 : until_rested_ms());
   }
@@ -268,6 +295,7 @@ void DiskTier::run() {
 // One round of everything. True if there is more to do at once.
 bool DiskTier::turn() {
   turned_ms_ = now_ms();
+  take_arrivals();
   remove_doomed();
   reap();
   submit_waiting();

@@ -8,7 +8,7 @@
 // fare. tier_pages.cc: the pool in the page tables.
 //
 // Invariants: a file has a block's name only when it was written whole; no file of a deleted key is read again; the bytes of all
-// files, those being written included, never exceed the quota; nobody waits for this thread.
+// files, those being written included, never exceed the quota, where all directories have answered; nobody waits for this thread.
 #pragma once
 
 #include <array>
@@ -79,8 +79,9 @@ class DiskTier final : public LowerTier {
   ~DiskTier() override;
 
   void start();  // all of what follows
-  // Apart, for a file system that may not answer: attached, the tier knows of no file and keeps in mind what is deleted. open()
-  // does I/O, on any thread, and leaves the store alone: each directory once, if the options only named them. Then begin().
+  // Apart, for file systems that may not answer: attached, the tier knows of no file and keeps in mind what is deleted. open()
+  // does I/O, on any thread, and leaves the store alone: each directory once, if the options only named them. begin() once one is
+  // open: the others join when they are.
   void attach();
   void open(uint8_t directory, Directory opened);  // see above
   void begin();                                    // its thread
@@ -145,8 +146,19 @@ class DiskTier final : public LowerTier {
   enum class Outcome { Loaded, Missing, Corrupt, Expired, Failed, NoSpace, Unknown, Needless, Cancelled };
 
   // tier.cc
-  void take_directory(Place& place, Directory opened);
-  void read_notes(uint8_t directory);
+  struct Arrival {  // a directory that was opened, and what it says of earlier daemons
+    uint8_t directory;
+    Directory opened;
+    std::vector<Key> deleted;
+    int error;  // reading those
+    uint32_t flushed_s;
+    Written written;
+  };
+  Arrival read_notes(uint8_t directory, Directory opened) const;
+  void take_arrivals();
+  void take(Arrival arrival);
+  bool is_open(uint8_t directory) const { return open_.load(std::memory_order_acquire) >> directory & 1; }
+  uint64_t most_bytes() const;
   Presence raise(Queued& queued, uint32_t priority);
   void run();
   bool turn();
@@ -164,7 +176,6 @@ class DiskTier final : public LowerTier {
 
   // tier_remove.cc
   void take_deleted();
-  void take_kept(uint8_t directory);
   void keep_doomed();
   void remove_doomed(uint64_t until_ms = 0);
   void retry_stubborn();
@@ -257,6 +268,7 @@ class DiskTier final : public LowerTier {
   uint32_t owner_ = 0;
   Fd wake_, epoll_;
   std::atomic<bool> stop_{false}, begun_{false};
+  std::atomic<uint64_t> open_{0};        // a bit for each directory that its thread has taken
   std::atomic<uint64_t> turned_ms_{0};   // when the thread last began a round; 0: it makes none
   std::atomic<uint64_t> listing_ms_{0};  // when the listing last came upon a name; 0: it is not under way
   std::atomic<uint8_t> listing_{0};      // the directory
@@ -300,11 +312,14 @@ class DiskTier final : public LowerTier {
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                  // entries that are doomed and not listed stand anywhere in the index
   bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
-  bool unlisted_ = false;  // something could not be listed: how full the quota is is not known
+  bool unlisted_ = false;          // something was not listed: what is not in the index may lie there
+  bool uncounted_ = false;         // of a directory that is open: how full the quota is is not known
+  uint64_t counted_ = 0;           // bytes of files when all of those were listed
+  std::vector<Arrival> arrivals_;  // directories that were opened, for the thread
   std::condition_variable stopping_;
-  uint32_t newest_s_ = 0;     // when the last file here was written, by the file system's clock
-  uint64_t found_today_ = 0;  // bytes of files there that were written today
-  uint64_t arrivals_ = 0;
+  uint32_t newest_s_ = 0;        // when the last file here was written, by the file system's clock
+  uint64_t found_today_ = 0;     // bytes of files there that were written today
+  uint64_t asked_ = 0;           // loads, so far
   uint64_t reserved_bytes_ = 0;  // of files being written, and leftovers
   uint64_t quota_bytes_;
   std::atomic<uint32_t> starting_{0};  // writes between the store's queue and writing_

@@ -19,10 +19,10 @@ uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 }  // namespace
 
-// No call there is overdue.
+// It was opened, and no call there is overdue.
 bool DiskTier::answers(uint8_t directory) const {
   const PatientFiles* patient = places_[directory].patient;
-  return !patient || !patient->overdue_since_ms();
+  return is_open(directory) && (!patient || !patient->overdue_since_ms());
 }
 
 bool DiskTier::well(uint8_t directory) const {
@@ -73,7 +73,7 @@ void DiskTier::probe() {
     if (!place.writing.ill || !well(d)) continue;
     {
       std::lock_guard lock(mutex_);
-      if (!scanned_ || index_.bytes() + reserved_bytes_ + place.probe_bytes > quota_bytes_)
+      if (!scanned_ || uncounted_ || index_.bytes() + reserved_bytes_ + place.probe_bytes > most_bytes())
         continue;  // the next write is the probe
     }
     std::string temp;
@@ -128,8 +128,8 @@ void DiskTier::add_hanging(std::vector<Condition>& out) const {
     return out.push_back({path, "failed", "listing " + path + " does not return: nothing is written"});
   }
   if (!begun_.load()) return;
-  for (const Place& place : places_)
-    if (place.patient && long_ago(place.patient->overdue_since_ms()))
+  for (uint8_t d = 0; d < places_.size(); ++d)
+    if (const Place& place = places_[d]; is_open(d) && place.patient && long_ago(place.patient->overdue_since_ms()))
       out.push_back({place.at.path, "failed", "a call to the file system does not return in " + place.at.path});
   if (!long_ago(turned_ms_)) return;
   std::string paths;

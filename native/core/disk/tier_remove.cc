@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "core/base/error.h"
 #include "core/base/polling.h"
@@ -50,10 +51,10 @@ bool DiskTier::remove_everywhere(const Key& key) {
     if (entry && !entry->doomed) return false;  // written since
     if (entry) from = entry->directory, to = static_cast<uint8_t>(from + 1);
   }
-  for (uint8_t d = from; d < to; ++d)
-    if (!unlink(key, d)) return false;
-  file_is_gone(key);
-  return true;
+  bool all = true;
+  for (uint8_t d = from; d < to; ++d) all = unlink(key, d) && all;
+  if (all) file_is_gone(key);
+  return all;
 }
 
 void DiskTier::file_is_gone(const Key& key) {
@@ -74,15 +75,6 @@ void DiskTier::take_deleted() {
   }
 }
 
-// What a daemon had not removed when it ended goes first, before anybody can find it.
-void DiskTier::take_kept(uint8_t directory) {
-  std::vector<Key> keys;
-  const int error = places_[directory].at.files->deleted(max_files_, &keys);
-  if (error != 0) went_wrong(directory, -error, false, "reading what was deleted");
-  for (const Key& key : keys) forget(key);
-  kept_ = kept_ || !keys.empty();
-}
-
 // What was deleted and lies there still must not come back with a daemon that has lost the memory, as after a reboot. One
 // directory tells of all: where a file lies is found out again.
 void DiskTier::keep_doomed() {
@@ -95,6 +87,7 @@ void DiskTier::keep_doomed() {
   for (const Place& place : places_) left.insert(left.end(), place.stubborn.begin(), place.stubborn.end());
   if (left.empty() && !kept_) return;
   for (uint8_t d = 0; d < places_.size(); ++d) {
+    if (!is_open(d)) continue;
     const int error = places_[d].at.files->keep_deleted(left);
     if (error == 0) left.clear();
     if (error != 0) went_wrong(d, -error, true, "keeping what was deleted");
@@ -221,6 +214,13 @@ bool DiskTier::make_quota_room(uint64_t bytes, Write* heir) {
   return room == Room::Fits;
 }
 
+// How much may lie here, as far as that is known: a directory that has not answered yet has its even share, for all that anybody
+// can say, and the others need not give up for it what they had. The lock is held.
+uint64_t DiskTier::most_bytes() const {
+  const auto silent = places_.size() - static_cast<size_t>(std::popcount(open_.load()));
+  return std::min(quota_bytes_, std::max(quota_bytes_ - quota_bytes_ / places_.size() * silent, counted_));
+}
+
 // Files go because the quota became smaller, a few a turn: it may be most of them. True if there are more.
 bool DiskTier::shrink() {
   if (more_leftovers_) return false;  // they go first
@@ -238,12 +238,13 @@ DiskTier::Room DiskTier::give_up_one(uint64_t bytes, Write* heir) {
     if (!scanned_) return bytes == 0 ? Room::Fits : Room::None;
     if (bytes > quota_bytes_) return Room::None;
     const bool many = bytes && index_.size() + writing_.size() >= max_files_;
-    if (index_.bytes() + reserved_bytes_ + bytes <= quota_bytes_ && !many) return Room::Fits;
+    const uint64_t quota = bytes ? most_bytes() : quota_bytes_;
+    if (index_.bytes() + reserved_bytes_ + bytes <= quota && !many) return Room::Fits;
     const FileIndex::Entry* old =
         index_.old_one([&](const FileIndex::Entry& e) { return !e.doomed && !loading_.contains(e.key) && well(e.directory); });
     if (!old) return Room::None;
     key = old->key, directory = old->directory;
-    const bool last = index_.bytes() + reserved_bytes_ <= quota_bytes_ && index_.size() + writing_.size() <= max_files_;
+    const bool last = index_.bytes() + reserved_bytes_ <= quota && index_.size() + writing_.size() <= max_files_;
     fits = heir && last && old->bytes() == bytes && directory == heir->directory;
     index_.find(key)->doomed = true;
   }
@@ -271,9 +272,9 @@ void DiskTier::remember_flush() {
   }
   flushed_s_.store(second);
   std::string wrong;
-  for (Place& place : places_)
-    if (const int error = place.at.files->keep_flushed(second); error != 0)
-      wrong = errno_text("flushed until a restart only: " + place.at.path + "/" + kFlushedFile, -error);
+  for (uint8_t d = 0; d < places_.size(); ++d)
+    if (const int error = is_open(d) ? places_[d].at.files->keep_flushed(second) : -ETIMEDOUT; error != 0)
+      wrong = errno_text("flushed until a restart only: " + places_[d].at.path + "/" + kFlushedFile, -error);
   one.lock();
   flushing_ = false;
   one.unlock();

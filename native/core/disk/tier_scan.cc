@@ -18,19 +18,26 @@ constexpr std::chrono::seconds kFirstPause{1}, kLongestPause{60};
 }
 
 // What cannot be listed is tried again, ever less often: until then its files are found by their paths, and nothing is written.
+// One that has not answered yet is listed once it has, and only its own files are not known until then.
 void DiskTier::scan() {
   ::pthread_setname_np(::pthread_self(), "kv-scan");
   std::vector<uint8_t> left(places_.size());
   std::iota(left.begin(), left.end(), uint8_t{0});
   for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
-    std::erase_if(left, [&](uint8_t directory) { return list(directory); });
+    const uint64_t open = open_.load(std::memory_order_acquire);
+    std::erase_if(left, [&](uint8_t directory) { return open >> directory & 1 && list(directory); });
     if (!stop_.load() && left.empty()) prune();
     std::unique_lock lock(mutex_);
     unlisted_ = !left.empty();
+    uncounted_ = open != open_.load() || std::any_of(left.begin(), left.end(), [&](uint8_t d) { return open >> d & 1; });
+    if (!uncounted_) counted_ = index_.bytes() + reserved_bytes_;
     scanned_ = !stop_.load();
     if (scanned_ && !unlisted_) all_listed();
     ::eventfd_write(wake_.get(), 1);
-    if (left.empty() || stopping_.wait_for(lock, pause, [&] { return stop_.load(); })) return;
+    if (left.empty()) return;
+    stopping_.wait_for(lock, pause, [&] { return stop_.load() || open != open_.load(); });
+    if (stop_.load()) return;
+    if (open != open_.load()) pause = kFirstPause / 2;
   }
 }
 

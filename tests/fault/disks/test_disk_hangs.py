@@ -65,3 +65,32 @@ def test_a_daemon_ends_beside_a_disk_that_hangs(hung, when):
         assert time.monotonic() - begun < STOP_S
     kv.restart()
     assert all(kv.load(before))
+
+
+def test_a_directory_that_hangs_at_the_start_holds_up_no_other(rig, tmp_path, integrity):
+    one, other = tmp_path / "one", tmp_path / "other"
+    kv = rig(directory=one, args=("--disk", f"{one},{other}"))
+    keys = kv.put_on_disk(24)
+    kv.evict()
+    kv.daemon.stop()
+
+    def lies_in_other(key: bytes) -> bool:
+        return any((other / "default").rglob(f"{key.hex()}.kv"))
+
+    there = [key for key in keys if lies_in_other(key)]
+    here = [key for key in keys if key not in there]
+    assert min(len(there), len(here)) >= 3
+    with unanswered(one / "default"):
+        kv.restart()
+        eventually(lambda: kv.states() == {"disk_failed"}, "it is named")
+        assert f"{one}/default does not answer" in kv.daemon.log()
+        assert f"{other}/default does not answer" not in kv.daemon.log()
+        assert all(kv.load(there)), "what lies in the other comes"
+        assert kv.load(here[:1], wait_s=0) == [False]
+        assert all(lies_in_other(key) for key in kv.put_on_disk(6)), "what is written goes there"
+        assert kv.delete([here[0], there[0]]) == 2
+        eventually(lambda: not lies_in_other(there[0]), "its file goes")
+    eventually(lambda: kv.states() == set(), "it answers, and the state goes")
+    eventually(lambda: all(kv.load(here[1:])), "and its blocks are found")
+    assert kv.load([here[0]], wait_s=0.2) == [False], "deleted meanwhile"
+    integrity(kv.daemon)
