@@ -331,7 +331,8 @@ class Region:
 
     def close(self) -> None:
         """Gives the memory back, and what is open up. Sealed blocks stay, and are evicted as any others.
-        Idempotent. Whoever still has an array of the region promises to write to it no more."""
+        Idempotent. Whoever still has an array of the region promises to write to it no more, and whoever
+        registered it with a device that no device does."""
         with self._lock:
             if self._array is None:
                 return

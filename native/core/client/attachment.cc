@@ -131,8 +131,32 @@ void Attachment::tell_terms(int socket) {
 }
 
 bool Attachment::give_to_device(bool given) {
+  std::lock_guard lock(device_mutex_);
+  const bool before = std::exchange(given_, given);
+  try {
+    return tell_device();
+  } catch (...) {
+    given_ = before;
+    throw;
+  }
+}
+
+void Attachment::count_region(int more) {
+  std::lock_guard lock(device_mutex_);
+  const bool before = regions_ > 0;
+  regions_ += more;
+  if (before == (regions_ > 0)) return;
+  try {
+    tell_device();
+  } catch (const Error&) {
+    // The daemon cannot see this process, so the free lock alone says when it is done. Or it was not told that the last region
+    // was closed: it waits for the process's end.
+  }
+}
+
+bool Attachment::tell_device() {
   std::vector<uint8_t> body;
-  protocol::append(body, protocol::DeviceMemory{given, 0});
+  protocol::append(body, protocol::DeviceMemory{given_ || regions_ > 0, 0});
   try {
     ask(protocol::Op::Device, 1, body);
     return true;

@@ -75,6 +75,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // A device may write this process's memory of the pool from now on; or is done with all of it, and nothing of it is given back
   // before. False: the daemon is older and knows nothing of it.
   bool give_to_device(bool given);
+  // The same of a region, whose owner may register it with a device; `more`: made or closed. What the client itself said stays.
+  void count_region(int more);
   const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }
   std::byte* writable(uint64_t offset) const { return (writable_ ? writable_ : pool_).data() + offset; }
 
@@ -102,6 +104,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void hang_up();
   void tell_open(int socket);
   void tell_terms(int socket);
+  bool tell_device();
   void map(const protocol::Attached& reply, std::vector<Fd>& descriptors);
 
   const uint64_t number_;
@@ -125,6 +128,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::vector<std::weak_ptr<BlockBatch>> watched_;  // of pins on terms
   size_t sweep_at_ = 64;
   std::atomic<uint32_t> asked_seen_{0};
+
+  std::mutex device_mutex_;  // guards these two, and their telling
+  bool given_ = false;       // as the client said
+  int regions_ = 0;
 
   std::mutex open_mutex_;
   std::unordered_map<const void*, std::vector<Handle>> open_;  // by writer

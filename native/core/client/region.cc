@@ -64,6 +64,7 @@ Region::Region(Client& client, uint64_t length) : length_(length) {
     throw Error(Code::Unavailable, "the daemon is of an older version, which has no regions");
   }
   attachment_->tables->writing(extent_);
+  attachment_->count_region(1), counted_ = true;
 }
 
 // Zeros where nobody writes, and the layers' checksums.
@@ -229,6 +230,7 @@ void Region::close() {
       return;  // the session's end gives them up
     }
   }
+  if (counted_) attachment_->count_region(-1);
 }
 
 }  // namespace kv

@@ -61,7 +61,7 @@ class Region {
   std::vector<Handle> parts_;
   std::map<Key, Sealed, KeyLess> sealed_;
   std::map<uint64_t, uint64_t> runs_;  // of the sealed ones: offset to end
-  bool closed_ = false;
+  bool closed_ = false, counted_ = false;
 };
 
 }  // namespace kv

@@ -117,3 +117,19 @@ def test_a_device_is_told_and_forgotten(one, capsys):
     assert status(one, capsys, "--sessions")["sessions"][0]["device"], "the next daemon knows it"
     assert client.give_to_device(False)
     assert not status(one, capsys, "--sessions")["sessions"][0]["device"]
+
+
+def test_a_region_counts_as_memory_that_a_device_may_write(one, capsys):
+    def told() -> bool:
+        return status(one, capsys, "--sessions")["sessions"][0]["device"]
+
+    client = one.connect()
+    first, second = client.register_region(64 << 10), client.register_region(64 << 10)
+    assert told()
+    first.close()
+    assert told(), "the other is open still"
+    second.close()
+    assert not told()
+    assert client.give_to_device()
+    client.register_region(64 << 10).close()
+    assert told(), "the client said so, and has not taken it back"
