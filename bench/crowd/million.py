@@ -1,0 +1,91 @@
+"""A million blocks of 4 KiB beside 100,000: create, look-up of 64, and a killed daemon's next start.
+
+Two daemons with full pools, by turns, so that what else the machine does meets both. Batches of 64 blocks
+that each evict 64 others; look-ups of 64 keys drawn from all, so that their records are cold.
+"""
+
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import kvclient
+from bench.daemon_figures import Daemon
+
+BATCH, TURNS, EACH, FEW = 64, 30, 100, 100_000
+REACH_RATIO, REACH_S = 1.2, 3.0
+LAYOUT = kvclient.Layout(1, 1, 1024, "uint8", 3, meta_fixed=0, meta_per_token=0)
+
+
+class Full:
+    """A daemon whose pool holds so many blocks, and no more."""
+
+    def __init__(self, home: Path, blocks: int) -> None:
+        self.blocks, self.next = blocks, 0
+        self.daemon = Daemon(home / "d", f"{blocks * 4}KiB", "--max-blocks", str(blocks + blocks // 8))
+        self.daemon.start()
+        self.daemon.wait_faulted()
+        self.client = kvclient.connect(dir=str(self.daemon.directory))
+        self.layout = self.client.register_layout(LAYOUT)
+        while self.next < blocks + blocks // 16:
+            self.create()
+
+    def create(self) -> float:
+        """µs of a batch: create and seal, with one byte of each block written."""
+        keys = [b"%32d" % (self.next + i) for i in range(BATCH)]
+        began = time.perf_counter_ns()
+        with self.client.create(keys, self.layout) as writer:
+            for i in range(BATCH):
+                writer[i].layer(0)
+        self.next += BATCH
+        return (time.perf_counter_ns() - began) / 1e3
+
+    def look_up(self) -> float:
+        keys = [b"%32d" % random.randrange(self.next - self.blocks // 2, self.next) for _ in range(BATCH)]
+        began = time.perf_counter_ns()
+        self.client.lookup(keys)
+        return (time.perf_counter_ns() - began) / 1e3
+
+    def killed(self) -> tuple[float, int]:
+        """Seconds from the start of the next daemon to READY, and how many blocks it has."""
+        self.client.close()
+        self.daemon.end(signal.SIGKILL)
+        took_s = self.daemon.start() / 1e3
+        return took_s, self.daemon.stats()["namespaces"][0]["counters"]["blocks"]
+
+
+def measure(blocks: int) -> dict:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvcrowd-") as one,
+        tempfile.TemporaryDirectory(prefix="kvcrowd-") as two,
+    ):
+        few, many = Full(Path(one), FEW), Full(Path(two), blocks)
+        took: dict[str, list[float]] = {"few_create": [], "few_look": [], "many_create": [], "many_look": []}
+        try:
+            for _ in range(TURNS):
+                for name, full in (("few", few), ("many", many)):
+                    took[f"{name}_create"] += [full.create() for _ in range(EACH)]
+                    took[f"{name}_look"] += [full.look_up() for _ in range(EACH)]
+            starts = [many.killed() for _ in range(3)]
+        finally:
+            few.daemon.__exit__(), many.daemon.__exit__()
+    figures = {f"{name}_us": median(each) for name, each in took.items()}
+    found = figures | {
+        "blocks": blocks,
+        "create_ratio": figures["many_create_us"] / figures["few_create_us"],
+        "look_ratio": figures["many_look_us"] / figures["few_look_us"],
+        "ready_s": [took_s for took_s, _ in starts],
+        "kept": starts[0][1],
+        "cores": os.cpu_count(),
+    }
+    ready_s = max(found["ready_s"])
+    print(f"{blocks:,} blocks beside {FEW:,}, medians of batches of {BATCH}:")
+    print(
+        f"create and seal: {found['many_create_us']:.0f} µs, {found['create_ratio']:.2f} x (<= {REACH_RATIO})"
+    )
+    print(f"look-up: {found['many_look_us']:.1f} µs, {found['look_ratio']:.2f} x (<= {REACH_RATIO})")
+    print(f"killed to READY: {ready_s:.2f} s (<= {REACH_S}) with {found['kept']:,} blocks")
+    return found
