@@ -17,7 +17,7 @@ from bench.daemon_figures import Daemon
 
 BATCH, TURNS, EACH, FEW = 64, 30, 100, 100_000
 REACH_RATIO, REACH_S = 1.2, 3.0
-LAYOUT = kvclient.Layout(1, 1, 1024, "uint8", 3, meta_fixed=0, meta_per_token=0)
+LAYOUT = kvclient.Layout(1, 1, 512, "uint8", 3, meta_fixed=0, meta_per_token=0)
 
 
 class Full:
