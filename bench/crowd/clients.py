@@ -14,6 +14,7 @@ from statistics import median, quantiles
 import numpy as np
 
 import kvclient
+from bench.crowd.million import key
 from bench.daemon_figures import Daemon
 
 BLOCKS, BLOCK_BYTES = 4, 128 << 10
@@ -29,7 +30,7 @@ def _client(directory: Path, number: int, begin_fd: int, seconds: float) -> dict
         took_ms: list[float] = []
 
         def put(turn: int) -> None:
-            keys = [b"%32d" % ((number * 1_000_000 + turn) * BLOCKS + i) for i in range(BLOCKS)]
+            keys = [key((number * 1_000_000 + turn) * BLOCKS + i) for i in range(BLOCKS)]
             with client.create(keys, layout) as writer:
                 for i in range(BLOCKS):
                     writer[i].layer(0).reshape(-1)[:] = content
