@@ -17,7 +17,7 @@ from tests.fault.children import eventually
 MIB = 1 << 20
 POOL_MIB, BLOCKS = 256, 24  # of a MiB
 CLIENT = """
-import json, os, re, sys, time
+import json, os, re, select, sys, time
 import kvclient
 from kvclient import Layout
 
@@ -52,7 +52,7 @@ with kvclient.connect(dir=sys.argv[1], read_only=what == "read") as client:
     if sys.argv[4:] == ["idle"]:
         found["before"], deadline = shared(), time.monotonic() + 120
         while mine() and time.monotonic() < deadline:
-            time.sleep(0.2)
+            select.select([], [], [], 0.2)
         found["idle"], found["after"] = mine(), shared()
         with client.get(keys) as blocks:
             layers = [set(block.layer(0).ravel().tolist()) for block in blocks]
