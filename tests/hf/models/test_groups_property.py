@@ -143,6 +143,7 @@ NEWER = [windows_and_states] + ([indexed] if INDEXED else [])
 NEWER += [compressed] if hasattr(transformers, "DeepseekV4Config") else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", NEWER)
 @settings(PROFILE, max_examples=2)
 @given(kinds=st.lists(WINDOWED, min_size=1, max_size=2), window=st.integers(2, 20), **HISTORY)
