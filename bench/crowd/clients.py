@@ -8,8 +8,10 @@ import json
 import os
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from statistics import median, quantiles
+from typing import TextIO
 
 import numpy as np
 
@@ -21,11 +23,11 @@ BLOCKS, BLOCK_BYTES = 4, 128 << 10
 REACH_MS, REACH_SHARE = 50, 0.5
 
 
-def _client(directory: Path, number: int, begin_fd: int, seconds: float) -> dict:
+def _client(directory: Path, number: int, answer_fd: int, seconds: float) -> dict:
     content = np.full(BLOCK_BYTES, number % 251, np.uint8)
     with kvclient.connect(dir=str(directory)) as client:
         layout = client.register_layout(
-            kvclient.Layout(1, 1, 128, "uint8", 1024, meta_fixed=0, meta_per_token=0)
+            kvclient.Layout(1, 1, 128, "uint8", 512, meta_fixed=0, meta_per_token=0)
         )
         took_ms: list[float] = []
 
@@ -36,7 +38,7 @@ def _client(directory: Path, number: int, begin_fd: int, seconds: float) -> dict
                     writer[i].layer(0).reshape(-1)[:] = content
 
         put(0)
-        os.write(begin_fd, b"r")
+        os.write(answer_fd, b"ready\n")
         while not Path(directory, "begin").exists():
             time.sleep(0.01)
         end = time.monotonic() + seconds
@@ -51,36 +53,41 @@ def _client(directory: Path, number: int, begin_fd: int, seconds: float) -> dict
     }
 
 
-def _fork(directory: Path, number: int, begin_fd: int, seconds: float) -> tuple[int, int]:
+def _fork(directory: Path, number: int, seconds: float) -> tuple[int, TextIO]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
         os.close(writing)
-        return pid, reading
+        return pid, os.fdopen(reading)
     status = 1
     try:
-        os.write(writing, json.dumps(_client(directory, number, begin_fd, seconds)).encode())
+        os.write(writing, json.dumps(_client(directory, number, writing, seconds)).encode())
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _line(pid: int, answer: TextIO) -> str:
+    line = answer.readline()
+    if not line:
+        raise RuntimeError(f"client process {pid} ended without an answer: its error is above")
+    return line
 
 
 def measure(count: int, seconds: float) -> dict:
     with tempfile.TemporaryDirectory(prefix="kvcrowd-") as home, Daemon(Path(home) / "d", "256MiB") as one:
         one.start()
         one.wait_faulted()
-        ready, begin_fd = os.pipe()
-        children = [_fork(one.directory, number, begin_fd, seconds) for number in range(count)]
-        for _ in children:
-            os.read(ready, 1)
+        children = [_fork(one.directory, number, seconds) for number in range(count)]
+        for pid, answer in children:
+            _line(pid, answer)
         Path(one.directory, "begin").touch()
-        told = []
-        for pid, reading in children:
-            with os.fdopen(reading) as answer:
-                text = answer.read()
-            if os.waitpid(pid, 0)[1]:
-                raise RuntimeError(f"client process {pid} failed")
-            told.append(json.loads(text))
+        told = [json.loads(_line(pid, answer)) for pid, answer in children]
+        for pid, answer in children:
+            answer.close()
+            os.waitpid(pid, 0)
         Path(one.directory, "begin").unlink()
     puts = sorted(each["puts"] for each in told)
     found = {
