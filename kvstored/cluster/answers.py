@@ -17,6 +17,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 
 from kvstored.cluster import frames
@@ -26,6 +27,7 @@ from kvstored.cluster.pool import THREADS, Pool
 from kvstored.cluster.stored import Described
 
 MOST_STREAMS = 64
+ACCEPT_PAUSE_S = 0.05
 MOST_TOLD = 1024  # numbers of loans in a frame
 ROOM = struct.Struct("<QQQ")
 
@@ -40,25 +42,34 @@ class Answers:
         self._pool, self._node, self._daemon = pool, node, daemon
         self._salts, self._memory = salts, memory
         self._over: dict[str, list[int]] = {space: [] for space in salts}  # loans, until they are told of
+        self._lock = threading.Lock()  # guards it
         self._listener = socket.create_server(("127.0.0.1", port), backlog=16)
 
     def serve(self) -> None:
         while True:
-            plain, _ = self._listener.accept()
-            if threading.active_count() > MOST_STREAMS + THREADS:  # Mooncake's calls have some too
-                plain.close()
+            try:
+                plain, _ = self._listener.accept()
+            except OSError:  # no descriptor is to be had
+                time.sleep(ACCEPT_PAUSE_S)
                 continue
-            threading.Thread(target=self._answer, args=(plain,), daemon=True).start()
+            try:
+                if threading.active_count() > MOST_STREAMS + THREADS:  # Mooncake's calls have some too
+                    raise RuntimeError("too many streams")
+                threading.Thread(target=self._answer, args=(plain,), daemon=True).start()
+            except RuntimeError:
+                plain.close()
 
     def _answer(self, plain: socket.socket) -> None:
         stream = Stream(plain)
+        space, told = "", list[int]()
         try:
             space = frames.admit(stream, self._node, self._salts, self._daemon)
             while True:
                 asked = stream.take(None)
                 if asked.kind not in (frames.PING, frames.FETCH):
                     raise Broken("a frame that does not belong here")
-                self._tell_over(stream, space, asked.request)
+                told = []  # who asks again has read what it was told
+                told = self._tell_over(stream, space, asked.request)
                 if asked.kind == frames.PING:
                     stream.send(frames.frame(frames.PONG, b"", asked.request))
                 else:
@@ -67,16 +78,23 @@ class Answers:
             pass
         finally:
             stream.close()
+            if told:  # perhaps nobody read it; to be told twice does no harm
+                with self._lock:
+                    self._over[space] += told
 
-    def _tell_over(self, stream: Stream, space: str, request: int) -> None:
-        told = [self._over[space].pop() for _ in range(min(MOST_TOLD, len(self._over[space])))]
-        if not told:
-            return
-        try:
-            stream.send(frames.frame(frames.OVER, struct.pack(f"<{len(told)}Q", *told), request))
-        except Broken:
-            self._over[space] += told
-            raise
+    def _tell_over(self, stream: Stream, space: str, request: int) -> list[int]:
+        """What it has told; nothing of it is kept."""
+        with self._lock:
+            told = self._over[space][:MOST_TOLD]
+            del self._over[space][:MOST_TOLD]
+        if told:
+            try:
+                stream.send(frames.frame(frames.OVER, struct.pack(f"<{len(told)}Q", *told), request))
+            except Broken:
+                with self._lock:
+                    self._over[space] += told
+                raise
+        return told
 
     def _give(self, stream: Stream, space: str, asked: Frame) -> None:
         count = len(asked.payload) // frames.KEY_BYTES
@@ -92,7 +110,8 @@ class Answers:
         return Extent(fd, offset, length)
 
     def loan_is_over(self, space: str, loan: int) -> None:
-        self._over[space].append(loan)
+        with self._lock:
+            self._over[space].append(loan)
 
 
 class Giving:
@@ -153,8 +172,13 @@ class Giving:
                 places, known, extent, self._alive, lambda: self._answers.loan_is_over(self._space, loan)
             )
             if got is True:
-                self._say_kind(frames.PLACED)
-                if self._heard(frames.CHECKED).layer:
+                try:
+                    self._say_kind(frames.PLACED)
+                    good = self._heard(frames.CHECKED).layer
+                except Broken:  # the daemon gave up, and does not know that nothing writes there
+                    self._answers.loan_is_over(self._space, loan)
+                    raise
+                if good:
                     self._pool.counts["straight"] += 1
                     return True
         if not isinstance(got, list):  # no memory was lent, or what came is not the block

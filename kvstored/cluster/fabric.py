@@ -84,7 +84,8 @@ class Fabric:
 
         def hosts() -> dict[str, str]:
             told = [about for about in self.members.members.values() if isinstance(about, dict)]
-            known = {about["segment"]: about["endpoint"] for about in told if "segment" in about}
+            both = [(about.get("segment"), about.get("endpoint")) for about in told]
+            known = {at: to for at, to in both if isinstance(at, str) and isinstance(to, str)}
             return known | {mooncake.segment: mooncake.endpoint}
 
         return Pool(mooncake, self._said["replicas"], hosts)
@@ -138,7 +139,7 @@ class Fabric:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except ConnectionRefusedError:
             self._refused += 1
-        except OSError:
+        except (OSError, ValueError):  # nor where etcd holds no address
             pass
         else:
             self._refused = 0

@@ -125,13 +125,25 @@ class Sidecar:
         pause_s = LEAST_S
         while not self._over.is_set():
             began = time.monotonic()
-            hears, tells = os.pipe()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "kvstored.cluster.fabric"],
-                stdin=subprocess.PIPE,
-                pass_fds=[*self._inherited, tells],
-            )
-            os.close(tells)
+            try:
+                hears, tells = os.pipe()
+            except OSError as error:
+                log.warning("fabric_not_started", why=error.strerror, again_in_s=pause_s)
+                self._over.wait(pause_s)
+                continue
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "kvstored.cluster.fabric"],
+                    stdin=subprocess.PIPE,
+                    pass_fds=[*self._inherited, tells],
+                )
+            except OSError as error:  # no process is to be had now
+                os.close(hears)
+                log.warning("fabric_not_started", why=error.strerror, again_in_s=pause_s)
+                self._over.wait(pause_s)
+                continue
+            finally:
+                os.close(tells)
             self._process = process
             assert process.stdin
             try:
@@ -158,7 +170,10 @@ class Sidecar:
             except ValueError:
                 continue  # cut off by its end
             if not self._over.is_set():
-                self._peers.members_are({str(name): str(at) for name, at in told.items()})
+                try:
+                    self._peers.members_are({str(name): str(at) for name, at in told.items()})
+                except (KVStoredError, RuntimeError, OSError) as error:  # no thread for one more: with the next word
+                    log.warning("members_failed", why=f"{error!r:.200}")
 
     def close(self) -> None:
         self._over.set()

@@ -3,8 +3,8 @@
 // others use the store meanwhile.
 //
 // Rules proven by removal (failed checks of one run): a pass over pins gives way: 2; what became a zombie during a scan waits for
-// the next: 1; an array that shrinks says what it gave back: 1, and gives it back: 1; ends that outlived their blocks are swept a
-// few at a time: 1.
+// the next: 1; what another scan found held stays there: 1; an array that shrinks says what it gave back: 1, and gives it back:
+// 1; ends that outlived their blocks are swept a few at a time: 1.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -103,17 +103,19 @@ Store* paused = nullptr;
 std::atomic<bool> other_is_done{false};
 std::thread::id scanner;
 
+uint64_t wait_for_the_other() {
+  if (std::this_thread::get_id() == scanner)
+    while (!other_is_done.load() && StoreTest::waiting(*paused) == 0) std::this_thread::yield();
+  return looks.fetch_add(1) * 330'000;
+}
+
 TEST(what_became_a_zombie_during_a_scan_waits_for_the_next) {
   Crowd crowd;
   Rig& rig = crowd.rig;
   const Handle first = rig.handle(1);
   CHECK(rig.store->remove(key(1)));
   paused = rig.store.get(), scanner = std::this_thread::get_id(), other_is_done = false;
-  SlicedMutex::clock = [] {
-    if (std::this_thread::get_id() == scanner)
-      while (!other_is_done.load() && StoreTest::waiting(*paused) == 0) std::this_thread::yield();
-    return looks.fetch_add(1) * 330'000;
-  };
+  SlicedMutex::clock = wait_for_the_other;
   Handle second;
   std::thread other([&] {
     rig.store->settle();
@@ -131,6 +133,31 @@ TEST(what_became_a_zombie_during_a_scan_waits_for_the_next) {
   CHECK(second.generation != first.generation);
   CHECK(rig.control(second.record).state() == State::Zombie);
   CHECK_EQ(rig.control(second.record).generation(), second.generation + 1);
+  crowd.leave();
+}
+
+// And found more held than stood there when the first one began.
+TEST(scans_that_overlap_agree_on_what_is_held) {
+  Crowd crowd;
+  Rig& rig = crowd.rig;
+  CHECK(rig.store->remove(key(0)));
+  rig.store->settle();
+  for (uint32_t i = 0; i < 2; ++i) {
+    crowd.pages[i]->clear(0);
+    CHECK_EQ(crowd.pages[i]->pin(rig.handle(1 + i)), 0u);
+    CHECK(rig.store->remove(key(1 + i)));
+  }
+  paused = rig.store.get(), scanner = std::this_thread::get_id(), other_is_done = false;
+  SlicedMutex::clock = wait_for_the_other;
+  std::thread other([&] {
+    rig.store->settle();
+    other_is_done = true;
+  });
+  StoreTest::scan_zombies(*rig.store);
+  other.join();
+  SlicedMutex::clock = &monotonic_ns;
+  CHECK_EQ(rig.store->stats().zombies, 3u);
+  rig.store->check_integrity();
   crowd.leave();
 }
 

@@ -221,6 +221,10 @@ TEST(who_is_welcome_may_read_and_nobody_else) {
   CHECK(eventually([&] { return tier->stats()[0].state == "up"; }));
   promote(here, 1);
   CHECK(eventually([&] { return here.resident(1); }));
+  const uint64_t refused = server->stats().refused;
+  server->welcome({});
+  CHECK(eventually([&] { return server->stats().refused > refused; }));  // the open connection ends, and no other comes
+  CHECK(eventually([&] { return tier->stats()[0].state != "up"; }));
   here.store->attach_peers(nullptr);
   tier->stop();
 }

@@ -42,6 +42,10 @@ class StoreTest {
     return store.sessions_.at(session)->allowance;
   }
   static auto hold(Store& store) { return std::unique_lock(store.mutex_); }  // as an operation that does not end
+  static void scan_zombies(Store& store) {                                   // as a create does
+    std::lock_guard lock(store.mutex_);
+    store.scan_zombies(false);
+  }
   static uint32_t waiting(Store& store) { return store.mutex_.waiting(); }
   static uint64_t gave_way(Store& store) {
     std::lock_guard lock(store.mutex_);

@@ -26,7 +26,7 @@ ORDERINGS = [
     ("client.cc", "std::vector<uint8_t> Client::lookup(", ("find_all(", "presence(", "at->current()")),
     (
         "store_pins.cc", "void Store::scan_zombies(",
-        ("releases()", "fence_full();", "each_pin(", "free_zombie("),
+        ("releases()", "fence_full();", "each_pin_in_slices(", "free_zombie("),
     ),
     # A pin that goes while the pins are read was seen gone, or counts beyond what was read before.
     ("session_file.cc", "void PinBoard::clear(", (".store(0,", "released", "free_.insert(")),
@@ -53,7 +53,7 @@ ORDERINGS = [
     # Allocate, record, reply; unlink, state, free. One store of the state commits.
     ("store.cc", "void Store::grant(", ("arena_.allocate(", "enter(request, item", "out = {Grant::Granted")),
     ("store.cc", "bool Store::enter(", ("Writing writing(", "Event::Create", "index_.insert_key(")),
-    ("store_reclaim.cc", "void Store::to_zombie(", ("index_.erase(", "transition(", "zombies.push_back(")),
+    ("store_reclaim.cc", "void Store::to_zombie(", ("index_.erase(", "transition(", "add_zombie(")),
     # Adoption: the epoch is odd, all sessions and so all pins are known before a record is kept, it is even.
     (
         "store_adopt.cc", "void Store::adopt(",

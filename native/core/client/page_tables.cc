@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <system_error>
 
 namespace kv {
 namespace {
@@ -80,7 +81,11 @@ void PageTables::ask(F&& change) {
   std::lock_guard lock(ahead_->mutex);
   if (ahead_->stop) return;
   change(*ahead_);
-  if (!ahead_->thread.joinable()) ahead_->thread = std::thread([this] { run(); });
+  try {
+    if (!ahead_->thread.joinable()) ahead_->thread = std::thread([this] { run(); });
+  } catch (const std::system_error&) {
+    return;  // no thread is to be had: it would only have been faster, and a view's end must not fail
+  }
   ahead_->wanted.notify_one();
 }
 

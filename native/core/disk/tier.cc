@@ -93,8 +93,6 @@ void DiskTier::take_arrivals() {
   }
   for (Arrival& arrival : arrived) take(std::move(arrival));
   if (arrived.empty()) return;
-  std::lock_guard lock(mutex_);
-  uncounted_ = true;  // until it is listed
   stopping_.notify_all();
 }
 
@@ -114,7 +112,11 @@ void DiskTier::take(Arrival arrival) {
   kept_ = kept_ || !arrival.deleted.empty();
   flushed_s_ = std::max(flushed_s_.load(), arrival.flushed_s);
   if (arrival.written.day == day_.load()) written_today_ += place.written_today = arrival.written.bytes;
-  open_.fetch_or(uint64_t{1} << d, std::memory_order_release);
+  {
+    std::lock_guard lock(mutex_);
+    uncounted_ = true;  // until it is listed: before the scanner can see it, who says when it has been
+    open_.fetch_or(uint64_t{1} << d, std::memory_order_release);
+  }
   if (arrival.error != 0) went_wrong(d, -arrival.error, false, "reading what was deleted");
   if (place.at.problem) went_wrong(d, place.at.problem, true, "making a file");
 }

@@ -21,8 +21,9 @@ uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 // It was opened, and no call there is overdue.
 bool DiskTier::answers(uint8_t directory) const {
+  if (!is_open(directory)) return false;  // first: what else its place says is there from then on
   const PatientFiles* patient = places_[directory].patient;
-  return is_open(directory) && (!patient || !patient->overdue_since_ms());
+  return !patient || !patient->overdue_since_ms();
 }
 
 bool DiskTier::well(uint8_t directory) const {

@@ -65,11 +65,18 @@ void Server::renew() {
 void Server::welcome(std::vector<std::string> nodes) {
   std::lock_guard lock(mutex_);
   welcome_ = std::move(nodes);
+  for (Visit& visit : visits_)
+    if (visit.known && !is_welcome(visit.node)) visit.outdated = true, visit.channel.cut();
+  wake_watchers();
+}
+
+bool Server::is_welcome(const std::string& node) const {
+  return std::ranges::count(options_.peers, node) || std::ranges::count(welcome_, node);
 }
 
 bool Server::is_peer(const std::string& node) const {
   std::lock_guard lock(mutex_);
-  return std::ranges::count(options_.peers, node) || std::ranges::count(welcome_, node);
+  return is_welcome(node);
 }
 
 void Server::wake_watchers() {
@@ -173,7 +180,11 @@ void Server::serve(Visit& visit) {
       const bool shared = found != spaces_.end() && channel.certified(node) && is_peer(node);
       return shared ? std::optional(found->second->salt) : std::nullopt;
     });
-    visit.known = true;
+    {
+      std::lock_guard lock(mutex_);
+      visit.node = visitor, visit.known = true;
+      if (!is_welcome(visitor)) visit.outdated = true;  // no longer, since it was asked
+    }
     accepted_ += 1;
     Space& shared = *spaces_.at(space);
     BlockSender sender(*shared.store, shared.window, shared.admission, channel, visitor);

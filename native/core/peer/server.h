@@ -38,7 +38,8 @@ class Server {
   void share(Store& store, const Secret& salt);  // before start()
   void start();                                  // throws Unavailable
   void stop();                                   // ends all connections and their threads
-  void welcome(std::vector<std::string> nodes);  // beside the configured peers, instead of those that were welcomed before
+  // Beside the configured peers, instead of those that were welcomed before: who is neither now is cut off.
+  void welcome(std::vector<std::string> nodes);
   void renew();  // connections that were made with an earlier identity end, those that are busy when they have answered
   uint16_t port() const { return port_; }
   Stats stats() const;  // since start()
@@ -54,6 +55,7 @@ class Server {
     explicit Visit(Fd socket) : channel(std::move(socket)) {}
     Channel channel;
     std::thread thread;
+    std::string node;  // once it is known
     std::atomic<bool> known{false}, over{false}, idle{false}, outdated{false};
   };
 
@@ -65,6 +67,7 @@ class Server {
   bool answer(Visit& visit, const Frame& head, Space& space, BlockSender& sender);
   bool allowed(uint32_t address) const;
   bool is_peer(const std::string& node) const;
+  bool is_welcome(const std::string& node) const;  // the lock is held
 
   const Options options_;
   std::map<std::string, std::unique_ptr<Space>> spaces_;

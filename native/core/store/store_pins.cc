@@ -73,8 +73,9 @@ void Store::scan_zombies(bool all) {
   });
   pins_.read += pins_.last_scan = pins;
   if (from == 0) pins_.held_zombies = 0, pins_.zombies_scanned_at = gone;
-  // What another scan freed meanwhile, and became a zombie again, is younger than this one.
-  for (size_t at = std::min(from, pins_.held_zombies); at < pins_.zombies.size();) {
+  // What another scan freed meanwhile, and became a zombie again, is younger than this one. What another found held stands first
+  // and stays there: it is more than stood there when this one began, or fewer.
+  for (size_t at = std::max(from, pins_.held_zombies); at < pins_.zombies.size();) {
     if (slice.over()) {
       mutex_.give_way(), slice.again();
       at = std::max(at, pins_.held_zombies);

@@ -290,7 +290,7 @@ void Store::remember_expiry(uint32_t record) {
 void Store::expire() {
   for (Slice slice(kSlice); !expiries_.empty() && expired(expiries_.earliest().second);) {
     if (slice.over()) mutex_.give_way(), scan_zombies(), mutex_.give_way(), slice.again();
-    if (expiries_.empty()) return;
+    if (expiries_.empty() || !expired(expiries_.earliest().second)) return;  // the lock was given away
     const Expiry entry = expiries_.pop();
     if (!is_current(entry)) continue;
     const uint32_t record = entry.record;

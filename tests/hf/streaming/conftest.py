@@ -6,10 +6,10 @@ from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 
 
 @pytest.fixture(scope="module", params=["awq", "plain"])
-def home(request, tmp_path_factory):
-    home = tmp_path_factory.mktemp(request.param)
+def checkpoint(request, tmp_path_factory):
+    checkpoint = tmp_path_factory.mktemp(request.param)
     if request.param == "awq":
-        write_checkpoint(home, tiny_llama(), 32)
+        write_checkpoint(checkpoint, tiny_llama(), 32)
     else:
-        tiny_llama().save_pretrained(home)
-    return home
+        tiny_llama().save_pretrained(checkpoint)
+    return checkpoint

@@ -19,9 +19,9 @@ PROMPT = torch.arange(1, 25)[None]
 RESIDENCIES = ("full_resident", "partial_resident", "ffn_only_stream", "full_stream")
 
 
-def opened(home, residency="full_stream", **more):
+def opened(checkpoint, residency="full_stream", **more):
     config = StreamingConfig(residency=residency, keep_first_k=1, keep_last_k=1, **more)
-    return StreamingCausalLM.from_pretrained(home, config)
+    return StreamingCausalLM.from_pretrained(checkpoint, config)
 
 
 def logits(model):
@@ -29,17 +29,17 @@ def logits(model):
         return model(PROMPT).logits
 
 
-def copied(home, into):
+def copied(checkpoint, into):
     for file in ("config.json", "model.safetensors"):
-        (into / file).write_bytes((home / file).read_bytes())
+        (into / file).write_bytes((checkpoint / file).read_bytes())
     return into
 
 
-def scattered(home, into):
+def scattered(checkpoint, into):
     """Three files, in each some tensors of every layer, behind a header of an odd length."""
-    (into / "config.json").write_bytes((home / "config.json").read_bytes())
+    (into / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     names = {}
-    tensors = load_file(home / "model.safetensors")
+    tensors = load_file(checkpoint / "model.safetensors")
     for number in range(3):
         file = f"part-{number}.safetensors"
         own = {name: tensors[name] for i, name in enumerate(sorted(tensors)) if i % 3 == number}
@@ -56,9 +56,9 @@ def scattered(home, into):
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("lies", [copied, scattered])
-def test_the_same_bits_and_nothing_written(home, tmp_path, residency, lies):
-    want = logits(opened(home, "full_resident"))
-    lies(home, tmp_path)
+def test_the_same_bits_and_nothing_written(checkpoint, tmp_path, residency, lies):
+    want = logits(opened(checkpoint, "full_resident"))
+    lies(checkpoint, tmp_path)
     before = sorted(os.listdir(tmp_path))
     model = opened(tmp_path, residency, rearrange=False)
     for _ in range(2):
@@ -69,8 +69,8 @@ def test_the_same_bits_and_nothing_written(home, tmp_path, residency, lies):
     streams_of(model).close()
 
 
-def test_other_bytes_than_at_the_first_read_are_an_error(home, tmp_path):
-    model = opened(copied(home, tmp_path), rearrange=False)
+def test_other_bytes_than_at_the_first_read_are_an_error(checkpoint, tmp_path):
+    model = opened(copied(checkpoint, tmp_path), rearrange=False)
     want = logits(model)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
@@ -89,8 +89,8 @@ def test_other_bytes_than_at_the_first_read_are_an_error(home, tmp_path):
     streams_of(model).close()
 
 
-def test_scales_that_are_no_numbers_are_refused(home, tmp_path):
-    tensors = load_file(copied(home, tmp_path) / "model.safetensors")
+def test_scales_that_are_no_numbers_are_refused(checkpoint, tmp_path):
+    tensors = load_file(copied(checkpoint, tmp_path) / "model.safetensors")
     if not (scales := [name for name in tensors if name.endswith(".scales")]):
         pytest.skip("a plain model has no scales")
     tensors[scales[0]][0, 0] = float("inf")
@@ -99,8 +99,8 @@ def test_scales_that_are_no_numbers_are_refused(home, tmp_path):
         opened(tmp_path, rearrange=False)
 
 
-def test_a_directory_that_cannot_be_written_to_says_how_to_do_without(home, tmp_path):
-    copied(home, tmp_path)
+def test_a_directory_that_cannot_be_written_to_says_how_to_do_without(checkpoint, tmp_path):
+    copied(checkpoint, tmp_path)
     (tmp_path / "kvstored-streaming.lock").mkdir()  # root may write to any directory
     with pytest.raises(StreamingFailed, match=r"rearrange=False\) reads the checkpoint where it lies"):
         opened(tmp_path)

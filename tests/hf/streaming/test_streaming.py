@@ -38,9 +38,9 @@ RESIDENCIES = {
 PROMPT = torch.arange(1, 25)[None]
 
 
-def opened(home, residency, **more):
+def opened(checkpoint, residency, **more):
     config = StreamingConfig(residency=residency, **{**RESIDENCIES.get(residency, {}), **more})
-    return StreamingCausalLM.from_pretrained(home, config)
+    return StreamingCausalLM.from_pretrained(checkpoint, config)
 
 
 def logits(model):
@@ -52,16 +52,16 @@ def answer(model, **options):
     return model.generate(PROMPT, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
 
 
-def test_every_residency_has_the_same_bits(home):
-    packed = "quantization_config" in json.loads((home / "config.json").read_text())
+def test_every_residency_has_the_same_bits(checkpoint):
+    packed = "quantization_config" in json.loads((checkpoint / "config.json").read_text())
     stock = (
-        awq.from_pretrained(home)
+        awq.from_pretrained(checkpoint)
         if packed
-        else transformers.AutoModelForCausalLM.from_pretrained(home).eval()
+        else transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     )
     want, said = logits(stock), answer(stock)
     for residency in RESIDENCIES:
-        model = opened(home, residency)
+        model = opened(checkpoint, residency)
         assert torch.equal(logits(model), want), residency
         assert torch.equal(answer(model), said), residency
         moved = streaming_stats(model)["bytes_per_pass"]
@@ -69,8 +69,8 @@ def test_every_residency_has_the_same_bits(home):
         streams_of(model).close()
 
 
-def test_an_answer_reads_each_layer_once_a_pass(home):
-    model = opened(home, "full_stream", n_staging_slots=2)
+def test_an_answer_reads_each_layer_once_a_pass(checkpoint):
+    model = opened(checkpoint, "full_stream", n_staging_slots=2)
     answer(model)
     stats = streaming_stats(model)
     # Fewer where the reading thread was late and a slot still held a layer of the pass before.
@@ -79,15 +79,15 @@ def test_an_answer_reads_each_layer_once_a_pass(home):
     streams_of(model).close()
 
 
-def test_outside_of_its_turn_a_layer_has_no_weights(home):
-    model = opened(home, "full_stream")
+def test_outside_of_its_turn_a_layer_has_no_weights(checkpoint):
+    model = opened(checkpoint, "full_stream")
     logits(model)
     assert all(value.is_meta for value in model.model.layers.state_dict().values())
     streams_of(model).close()
 
 
-def test_a_layer_that_raises_gives_its_slot_back(home):
-    model = opened(home, "full_stream")
+def test_a_layer_that_raises_gives_its_slot_back(checkpoint):
+    model = opened(checkpoint, "full_stream")
     want, broken = logits(model), model.model.layers[2].mlp
     for _ in range(4):  # more often than there are slots
 
@@ -102,8 +102,8 @@ def test_a_layer_that_raises_gives_its_slot_back(home):
     streams_of(model).close()
 
 
-def test_two_threads_share_the_slots(home):
-    model = opened(home, "full_stream")
+def test_two_threads_share_the_slots(checkpoint):
+    model = opened(checkpoint, "full_stream")
     want, got = logits(model), []
     threads = [threading.Thread(target=lambda: got.extend(logits(model) for _ in range(5))) for _ in range(2)]
     for thread in threads:
@@ -114,9 +114,9 @@ def test_two_threads_share_the_slots(home):
     streams_of(model).close()
 
 
-def test_bytes_that_changed_on_the_disk_are_never_computed_with(home):
-    model = opened(home, "full_stream")
-    path = home / "kvstored-streaming.bin"
+def test_bytes_that_changed_on_the_disk_are_never_computed_with(checkpoint):
+    model = opened(checkpoint, "full_stream")
+    path = checkpoint / "kvstored-streaming.bin"
     whole = path.read_bytes()
     try:
         at = len(whole) // 2
@@ -132,31 +132,31 @@ def test_bytes_that_changed_on_the_disk_are_never_computed_with(home):
                 logits(model)
     finally:
         path.write_bytes(whole)
-    assert torch.equal(logits(model), logits(opened(home, "full_resident")))
+    assert torch.equal(logits(model), logits(opened(checkpoint, "full_resident")))
     streams_of(model).close()
 
 
-def test_a_file_that_was_not_finished_is_written_anew(home):
-    want = logits(opened(home, "full_resident"))
-    index = home / "kvstored-streaming.json"
+def test_a_file_that_was_not_finished_is_written_anew(checkpoint):
+    want = logits(opened(checkpoint, "full_resident"))
+    index = checkpoint / "kvstored-streaming.json"
     index.unlink()
-    (home / "kvstored-streaming.bin.part").write_bytes(b"half")
+    (checkpoint / "kvstored-streaming.bin.part").write_bytes(b"half")
     written = []
-    model = StreamingCausalLM.from_pretrained(home, progress=lambda done, all: written.append((done, all)))
+    model = StreamingCausalLM.from_pretrained(checkpoint, progress=lambda done, all: written.append((done, all)))
     assert written == sorted(written) and written[-1][0] == written[-1][1] and len(written) >= 10
     assert torch.equal(logits(model), want)
     index.write_text(index.read_text().replace('"piece": [0', '"piece": [1'))
-    assert torch.equal(logits(opened(home, "full_resident")), want)
-    assert not list(home.glob("*.part")) and not list(home.glob("*.journal"))
+    assert torch.equal(logits(opened(checkpoint, "full_resident")), want)
+    assert not list(checkpoint.glob("*.part")) and not list(checkpoint.glob("*.journal"))
 
 
-def test_a_file_that_may_not_grow_is_an_error_that_names_the_layer(home, tmp_path):
+def test_a_file_that_may_not_grow_is_an_error_that_names_the_layer(checkpoint, tmp_path):
     """As on a full disk, a write takes only a part of what it is given, the last layer's too."""
-    streams_of(opened(home, "full_stream")).close()
-    last = json.loads((home / "kvstored-streaming.json").read_text())["layers"][4]["ffn"]["piece"]
+    streams_of(opened(checkpoint, "full_stream")).close()
+    last = json.loads((checkpoint / "kvstored-streaming.json").read_text())["layers"][4]["ffn"]["piece"]
     most = last[0] + last[1] - 100
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((home / name).read_bytes())
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))  # Python ignores the signal
     try:
@@ -164,14 +164,14 @@ def test_a_file_that_may_not_grow_is_an_error_that_names_the_layer(home, tmp_pat
             opened(tmp_path, "full_stream")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert torch.equal(logits(opened(tmp_path, "full_resident")), logits(opened(home, "full_resident")))
+    assert torch.equal(logits(opened(tmp_path, "full_resident")), logits(opened(checkpoint, "full_resident")))
 
 
-def test_too_little_memory_is_said_with_the_numbers(home):
+def test_too_little_memory_is_said_with_the_numbers(checkpoint):
     with pytest.raises(
         InvalidArgument, match=r"memory=1000; with every layer streamed the model needs \d+ bytes"
     ):
-        opened(home, "auto", memory=1000)
+        opened(checkpoint, "auto", memory=1000)
 
 
 class Telling:
@@ -237,13 +237,13 @@ def test_the_command_names_a_directory_that_is_none():
 
 @pytest.mark.parametrize("residency", ["full_stream", "partial_resident", "ffn_only_stream"])
 @pytest.mark.parametrize("first", ["streamed", "resident"])
-def test_streamed_and_resident_find_what_the_other_published(home, residency, first):
+def test_streamed_and_resident_find_what_the_other_published(checkpoint, residency, first):
     """One identity: the same weights, wherever they lie; each answers as it does without the store."""
-    streamed = opened(home, residency)
-    if (home / "config.json").read_text().find("quantization_config") >= 0:
-        resident = awq.from_pretrained(home)
+    streamed = opened(checkpoint, residency)
+    if (checkpoint / "config.json").read_text().find("quantization_config") >= 0:
+        resident = awq.from_pretrained(checkpoint)
     else:
-        resident = transformers.AutoModelForCausalLM.from_pretrained(home).eval()
+        resident = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     models = [streamed, resident] if first == "streamed" else [resident, streamed]
     ids = PROMPT.repeat(1, 3)
     with kvclient.InMemoryClient(32 << 20) as client:
@@ -263,9 +263,9 @@ def test_streamed_and_resident_find_what_the_other_published(home, residency, fi
     streams_of(streamed).close()
 
 
-def test_a_resident_weight_of_a_streamed_layer_is_part_of_the_identity(home):
+def test_a_resident_weight_of_a_streamed_layer_is_part_of_the_identity(checkpoint):
     """The digest that is kept is that of streamed weights alone: an edit of another misses the old KV."""
-    model, ids = opened(home, "ffn_only_stream"), PROMPT.repeat(1, 3)
+    model, ids = opened(checkpoint, "ffn_only_stream"), PROMPT.repeat(1, 3)
 
     def answer():
         return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
@@ -286,8 +286,8 @@ def test_a_resident_weight_of_a_streamed_layer_is_part_of_the_identity(home):
     streams_of(model).close()
 
 
-def test_a_layer_that_cannot_be_given_its_weights_gives_its_slot_back(home, monkeypatch):
-    model = opened(home, "full_stream")
+def test_a_layer_that_cannot_be_given_its_weights_gives_its_slot_back(checkpoint, monkeypatch):
+    model = opened(checkpoint, "full_stream")
     want, streams = logits(model), streams_of(model)
     with monkeypatch.context() as patch:
         patch.setattr(streams, "_point", lambda *_: 1 / 0)
@@ -307,21 +307,21 @@ def test_a_layer_that_cannot_be_given_its_weights_gives_its_slot_back(home, monk
         ("{", "no weight_map"),
     ],
 )
-def test_an_index_that_cannot_be_followed_is_refused_by_name(home, tmp_path, said, wrong):
+def test_an_index_that_cannot_be_followed_is_refused_by_name(checkpoint, tmp_path, said, wrong):
     checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(home, checkpoint)
-    shutil.copy(home / "model.safetensors", tmp_path)  # what a path out of the directory would find
+    shutil.copytree(checkpoint, checkpoint)
+    shutil.copy(checkpoint / "model.safetensors", tmp_path)  # what a path out of the directory would find
     (checkpoint / "model.safetensors.index.json").write_text(said)
     with pytest.raises(InvalidArgument, match=re.escape(wrong)):
         StreamingCausalLM.from_pretrained(checkpoint)
 
 
-def test_scales_that_are_no_numbers_and_files_of_others_are_not_read(home, tmp_path):
+def test_scales_that_are_no_numbers_and_files_of_others_are_not_read(checkpoint, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    for file in home.glob("*.json"):
+    for file in checkpoint.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(home / "model.safetensors")
+    tensors = load_file(checkpoint / "model.safetensors")
     save_file({"other.layers.0.weight": torch.zeros(3)}, tmp_path / "adapter.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     streams_of(StreamingCausalLM.from_pretrained(tmp_path)).close()

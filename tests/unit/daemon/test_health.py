@@ -44,9 +44,9 @@ class Fake:
         self.calls.append("close")
 
     def create(self, owner, key, layout, tokens, priority, ttl_ms):
-        return [SimpleNamespace(status=self.granted, record=1, generation=1, length_bytes=512)]
+        return [SimpleNamespace(status=self.granted, handle=(1, 1), length_bytes=512)]
 
-    def write(self, record, generation, offset, data):
+    def write(self, handle, offset, data):
         self.block = data
 
     def seal(self, owner, handles):
