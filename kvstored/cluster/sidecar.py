@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from kvstored import log
 from kvstored.config.config import Config
-from kvstored.errors import StartupError
+from kvstored.errors import StartupError, StoreError
 from kvstored.tiers.peers import Peers, address_towards
 from kvstored.tiers.pools import Pool
 
@@ -172,7 +172,7 @@ class Sidecar:
             if not self._over.is_set():
                 try:
                     self._peers.members_are({str(name): str(at) for name, at in told.items()})
-                except (KVStoredError, RuntimeError, OSError) as error:  # no thread for one more: with the next word
+                except (StoreError, RuntimeError, OSError) as error:  # no thread for one: with the next word
                     log.warning("members_failed", why=f"{error!r:.200}")
 
     def close(self) -> None:

@@ -304,9 +304,8 @@ class Request:
         wanted = read and alone and options.search and config.prefill_chunk_size is None
         if served.non_prefix is None or not wanted:
             return
-        exact = prefix.tokens if exact is None else exact
-        of = (served.non_prefix, options.chunker, prefix, exact, self._worth_waiting_s)
-        self._inside = search(self._client, served, *of)
+        of = (options.chunker, prefix, prefix.tokens if exact is None else exact, self._worth_waiting_s)
+        self._inside = search(self._client, served, served.non_prefix, *of)
 
     def _worth_waiting_s(self, tokens: int, blocks: int, on_peers: int = 0) -> float:
         """How long so many blocks below are worth waiting for, of which so many lie on other hosts."""
@@ -328,7 +327,8 @@ class Request:
         self._staged, self._steps = builder.staged, builder.steps
         served = self._served_model
         replace_layers(cache, with_parts(self._layers, served.layers) if served.groups else self._layers)
-        set_positions(cache, served.positions, self._hit, self._prompt.rows, device)
+        if served.positions[0]:
+            set_positions(cache, served.positions, self._hit, self._prompt.rows, device)
         if served.states is not None and self._hit:
             rows = {row: prefix.states.tensors for prefix in self._found for row in prefix.group.rows}
             restore(cache, served.states.states, [rows[row] for row in sorted(rows)], device)

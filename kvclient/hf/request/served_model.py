@@ -52,6 +52,9 @@ class ServedModel:
     # for it; and whether that is done for every call.
     plain: bool = field(init=False)
     tails: bool = field(init=False)
+    # What shorter blocks lie as, where that is not what whole ones do: behind quantised ones the last tokens
+    # of a text are kept as computed, for they need not fill a codec's group (KIVI's residual).
+    parts: FullPrecisionFormat | None = field(init=False)
 
     def __post_init__(self) -> None:
         grouped = bool(self.groups) or self.states is not None
@@ -59,13 +62,8 @@ class ServedModel:
         coded = bool(self.groups) and self.form.codec is not None
         object.__setattr__(self, "plain", self.states is None and not coded)
         object.__setattr__(self, "tails", self.non_prefix is not None and not grouped)
-
-    @property
-    def parts(self) -> FullPrecisionFormat | None:
-        """What shorter blocks lie as, where that is not what whole ones do: behind quantised ones the last
-        tokens of a text are kept as computed, for they need not fill a codec's group (KIVI's residual).
-        """
-        return None if self.sinks is None or self.tails else self.sinks.last
+        parts = None if self.sinks is None or self.tails else self.sinks.last
+        object.__setattr__(self, "parts", parts)
 
     def tail_tokens(self, left: int, block_tokens: int) -> int:
         """How many of the tokens left behind whole blocks get a block of their own."""

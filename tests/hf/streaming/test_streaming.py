@@ -142,7 +142,10 @@ def test_a_file_that_was_not_finished_is_written_anew(checkpoint):
     index.unlink()
     (checkpoint / "kvstored-streaming.bin.part").write_bytes(b"half")
     written = []
-    model = StreamingCausalLM.from_pretrained(checkpoint, progress=lambda done, all: written.append((done, all)))
+    def told(done, total):
+        written.append((done, total))
+
+    model = StreamingCausalLM.from_pretrained(checkpoint, progress=told)
     assert written == sorted(written) and written[-1][0] == written[-1][1] and len(written) >= 10
     assert torch.equal(logits(model), want)
     index.write_text(index.read_text().replace('"piece": [0', '"piece": [1'))
@@ -308,12 +311,12 @@ def test_a_layer_that_cannot_be_given_its_weights_gives_its_slot_back(checkpoint
     ],
 )
 def test_an_index_that_cannot_be_followed_is_refused_by_name(checkpoint, tmp_path, said, wrong):
-    checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(checkpoint, checkpoint)
-    shutil.copy(checkpoint / "model.safetensors", tmp_path)  # what a path out of the directory would find
-    (checkpoint / "model.safetensors.index.json").write_text(said)
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    shutil.copy(copy / "model.safetensors", tmp_path)  # what a path out of the directory would find
+    (copy / "model.safetensors.index.json").write_text(said)
     with pytest.raises(InvalidArgument, match=re.escape(wrong)):
-        StreamingCausalLM.from_pretrained(checkpoint)
+        StreamingCausalLM.from_pretrained(copy)
 
 
 def test_scales_that_are_no_numbers_and_files_of_others_are_not_read(checkpoint, tmp_path):

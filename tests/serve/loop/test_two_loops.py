@@ -40,5 +40,6 @@ def test_eight_that_share_are_computed_once_by_two_servers(daemon, piece):
         for kv in kvs:
             kv.detach()
     assert [job.tokens for job in jobs] == wanted
-    assert SHARED + 8 * OWN <= sum(each) <= SHARED + 8 * OWN + 8, "a token each is computed again at most"
+    most = SHARED + 8 * OWN + 8 + piece  # who meets the other in the middle of a piece has begun its own
+    assert SHARED + 8 * OWN <= sum(each) <= most, "a token each and a piece are computed again at most"
     assert min(each) >= 4 * OWN - 4, "each computed what its own requests say by themselves"
