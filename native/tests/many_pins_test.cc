@@ -100,11 +100,11 @@ TEST(scans_that_overlap_free_each_block_once) {
 // The same on purpose: a scan stands still where it has read the first words, until the other thread has freed a block that it
 // asks for, put another one there, pinned that with the first word, and deleted it.
 Store* paused = nullptr;
-std::atomic<bool> other_is_done{false};
+std::atomic<bool> scan_has_begun{false}, other_is_done{false};
 std::thread::id scanner;
 
 uint64_t wait_for_the_other() {
-  if (std::this_thread::get_id() == scanner)
+  if (std::this_thread::get_id() == scanner && scan_has_begun.exchange(true))
     while (!other_is_done.load() && StoreTest::waiting(*paused) == 0) std::this_thread::yield();
   return looks.fetch_add(1) * 330'000;
 }
@@ -114,10 +114,11 @@ TEST(what_became_a_zombie_during_a_scan_waits_for_the_next) {
   Rig& rig = crowd.rig;
   const Handle first = rig.handle(1);
   CHECK(rig.store->remove(key(1)));
-  paused = rig.store.get(), scanner = std::this_thread::get_id(), other_is_done = false;
+  paused = rig.store.get(), scanner = std::this_thread::get_id(), scan_has_begun = other_is_done = false;
   SlicedMutex::clock = wait_for_the_other;
   Handle second;
   std::thread other([&] {
+    while (!scan_has_begun.load()) std::this_thread::yield();
     rig.store->settle();
     CHECK(rig.put(200, 2) == Grant::Granted);
     second = rig.handle(200);
@@ -147,9 +148,10 @@ TEST(scans_that_overlap_agree_on_what_is_held) {
     CHECK_EQ(crowd.pages[i]->pin(rig.handle(1 + i)), 0u);
     CHECK(rig.store->remove(key(1 + i)));
   }
-  paused = rig.store.get(), scanner = std::this_thread::get_id(), other_is_done = false;
+  paused = rig.store.get(), scanner = std::this_thread::get_id(), scan_has_begun = other_is_done = false;
   SlicedMutex::clock = wait_for_the_other;
   std::thread other([&] {
+    while (!scan_has_begun.load()) std::this_thread::yield();
     rig.store->settle();
     other_is_done = true;
   });
