@@ -16,11 +16,13 @@ import subprocess
 import threading
 import time
 from bisect import insort
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 START_S = 20.0
 PROGRESS_S = 3  # without a byte, until a transfer is given up; Mooncake's own is 30
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of Linux; Python does not name them
 LANDING_BYTES = 256 << 20  # of reads in flight, those that hang among them
 
 
@@ -91,6 +93,43 @@ class Landing:
             self._free = joined
 
 
+class Mapped:
+    """Extents of the daemon's pool, each mapped for one transfer. Mooncake gives up a transfer that takes too
+    long without ending it: where one failed, nothing is mapped ever again."""
+
+    def __init__(self) -> None:
+        self._barred: list[mmap.mmap] = []  # their ends would give the addresses away
+        self._mmap = ctypes.CDLL(None, use_errno=True).mmap
+        self._mmap.restype = ctypes.c_void_p
+        self._mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+    def fill(self, extent: Extent, transfer: Callable[[int], bool]) -> bool:
+        """What the transfer, which is told the address, says. Raises what it raises."""
+        grain = max(mmap.ALLOCATIONGRANULARITY, os.fstat(extent.fd).st_blksize)  # a huge page
+        start = extent.offset - extent.offset % grain
+        end = extent.offset + extent.length + -(extent.offset + extent.length) % grain
+        memory = mmap.mmap(extent.fd, end - start, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=start)
+        first = ctypes.c_char.from_buffer(memory)
+        base = ctypes.addressof(first)
+        del first  # or the mapping could not be closed
+        good = False
+        try:
+            good = transfer(base + extent.offset - start)
+        finally:
+            if good:
+                memory.close()
+            else:
+                self._bar(memory, base, end - start)
+        return good
+
+    def _bar(self, memory: mmap.mmap, base: int, length: int) -> None:
+        """Nothing may be read or written there from now on: a write ends in an error, not in the pool."""
+        flags = MAP_FIXED | MAP_NORESERVE | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        if self._mmap(base, length, 0, flags, -1, 0) != base:
+            os._exit(1)  # the daemon takes back what was lent once this process has ended
+        self._barred.append(memory)
+
+
 class Mooncake:
     def __init__(self, address: str, master: str, segment_bytes: int) -> None:
         """Raises Unusable."""
@@ -113,7 +152,7 @@ class Mooncake:
             time.sleep(0.2)
         self.segment: str = self._store.get_hostname()
         self.endpoint = f"{address}:{self._engine.get_rpc_port()}"
-        self._landing = Landing(LANDING_BYTES)
+        self._landing, self._mapped = Landing(LANDING_BYTES), Mapped()
 
     def put(self, name: str, data: bytes, segment: str) -> bool:
         """Whether it lies, once, in that host's segment, or in another's if that one is full."""
@@ -149,13 +188,10 @@ class Mooncake:
 
     def read_into(self, place: Place, at: int, extent: Extent) -> bool:
         """Fills the extent with what lies there from `at` on. False: its host does not give it. When this
-        returns the extent is mapped no more: what would write there still ends this process instead."""
-        grain = max(mmap.ALLOCATIONGRANULARITY, os.fstat(extent.fd).st_blksize)  # a huge page
-        start = extent.offset - extent.offset % grain
-        end = extent.offset + extent.length + -(extent.offset + extent.length) % grain
-        with mmap.mmap(extent.fd, end - start, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=start) as memory:
-            first = ctypes.c_char.from_buffer(memory)
-            to = ctypes.addressof(first) + extent.offset - start
-            del first  # or the mapping could not be closed
+        returns the extent is mapped no more, and nothing of this process can write there."""
+
+        def transfer(to: int) -> bool:
             code = self._engine.transfer_sync_read(place.endpoint, to, place.address + at, extent.length)
-        return bool(code == 0)
+            return bool(code == 0)
+
+        return self._mapped.fill(extent, transfer)
