@@ -238,7 +238,7 @@ class Request:
         served, options = self._served_model, self._options
         self._claims = claims = Claims(self._client, served, options, self._clock, self._same)
         self._found = found = [PrefixMatch.of(text, options.chunker, served) for text in self._prompt.groups]
-        grouped, tails = served.grouped, served.tails or (options.tails and served.plain)
+        grouped, tails = served.grouped, served.looks_for_tails(options, device)
         if grouped and (len(found) > 1 or served.form.holds_marks):
             follow = False  # what one text waits for, another of the batch may be about to compute
         claimed: set[bytes] = set()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
@@ -24,6 +26,9 @@ from kvclient.hf.connector.snapshots import StoredStates
 from kvclient.hf.model.structure import KVShape
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.quality import calibration
+
+if TYPE_CHECKING:
+    from kvclient.hf.request.options import Options
 
 AS_COMPUTED = "none"  # the codec of a call that wants none, where attach() was given one
 
@@ -68,6 +73,13 @@ class ServedModel:
     def tail_tokens(self, left: int, block_tokens: int) -> int:
         """How many of the tokens left behind whole blocks get a block of their own."""
         return tail_tokens(left, (self.form if self.parts is None else self.parts.form).step, block_tokens)
+
+    def looks_for_tails(self, options: Options, device: torch.device) -> bool:
+        """Of a call. Not where it would cost reading in place: pages and GPUs cannot begin with a copy of a
+        part, and of quantised blocks or windows a tail saves less than that."""
+        held = options.in_place and (options.pool is not None or device.type != "cpu")
+        dense = held and (self.groups or self.parts is not None)
+        return self.tails or (options.tails and self.plain and not dense)
 
     def beside(self, chunker: Chunker, ids: Sequence[int], partial: bool = False) -> list[Any]:
         """The chains of a text's blocks of groups and states, whichever of them are stored. partial: with

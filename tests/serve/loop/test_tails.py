@@ -14,10 +14,11 @@ import torch
 
 import kvclient
 import kvclient.hf
+from kvclient.hf import attention
 from kvclient.hf.release import cache_of
 from kvclient.serve.engine.loop import Loop
 from kvclient.serve.scheduler import Limits
-from tests.hf.zoo import build, prompt
+from tests.hf.zoo import build, generate, known, prompt
 from tests.serve.loop.test_loop import alone, ask, ended
 
 BLOCK = 32
@@ -129,6 +130,23 @@ def test_behind_quantised_blocks_the_last_tokens_are_those_that_were_computed(se
         keys, held = computed.keys[0], found.keys[0]
         assert torch.equal(keys[:, BLOCK : ids.shape[1] - 1], held[:, BLOCK : ids.shape[1] - 1])
         assert not torch.equal(keys[:, 4:BLOCK], held[:, 4:BLOCK]), "these are the codec's"
+
+
+@pytest.mark.skipif(
+    all(attention.available_backends()[name] for name in ("cpu_avx512", "cpu_avx2")),
+    reason="no CPU kernels here",
+)
+@pytest.mark.parametrize(("name", "codec"), [("llama", "int8"), ("gemma2", None)])
+def test_a_tail_of_codes_or_windows_is_not_worth_leaving_the_pages(name, codec):
+    model, ids = known(name), prompt(2 * BLOCK + 23)
+    with (
+        kvclient.InMemoryClient(64 << 20) as client,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK, paged=True, codec=codec) as kv,
+        kv.keeping(tails=True),
+    ):
+        for reused in (0, 2 * BLOCK):
+            generate(model, ids, 4)
+            assert (kv.last.reused_tokens, kv.last.dense) == (reused, None)
 
 
 def test_a_tail_is_its_salts_own_and_a_short_one_is_not_kept(served):
