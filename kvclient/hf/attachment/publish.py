@@ -34,9 +34,10 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
         return 0
     held = min(layer.get_seq_length() for layer in layers)
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
-    first = bisect_left(list(chain.start_tokens), max(layer.origin for layer in layers))
+    origin = max(layer.origin for layer in layers)
+    first = bisect_left(list(chain.start_tokens), origin)
     wanted = (served.tails and len(chain)) or (options.tails and served.plain)
-    kept = wanted and first <= len(chain)
+    kept = wanted and chain.num_tokens >= origin  # else a tail would begin in front of what the layers hold
     left = served.tail_tokens(held - chain.num_tokens, options.chunker.block_tokens) if kept else 0
     if first >= len(chain) and not left:
         return 0

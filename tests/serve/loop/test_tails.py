@@ -18,7 +18,7 @@ from kvclient.hf import attention
 from kvclient.hf.release import cache_of
 from kvclient.serve.engine.loop import Loop
 from kvclient.serve.scheduler import Limits
-from tests.hf.zoo import build, generate, known, prompt
+from tests.hf.zoo import build, generate, known, near, prompt
 from tests.serve.loop.test_loop import alone, ask, ended
 
 BLOCK = 32
@@ -50,6 +50,10 @@ def joined(*parts):
     return torch.tensor([[token for part in parts for token in part]])
 
 
+in_place = pytest.mark.skipif(
+    all(attention.available_backends()[name] for name in ("cpu_avx512", "cpu_avx2")),
+    reason="no CPU kernels here",
+)
 everywhere = pytest.mark.parametrize("served", ["llama", "gemma2", "gpt_oss"], indirect=True)
 
 
@@ -132,10 +136,27 @@ def test_behind_quantised_blocks_the_last_tokens_are_those_that_were_computed(se
         assert not torch.equal(keys[:, 4:BLOCK], held[:, 4:BLOCK]), "these are the codec's"
 
 
-@pytest.mark.skipif(
-    all(attention.available_backends()[name] for name in ("cpu_avx512", "cpu_avx2")),
-    reason="no CPU kernels here",
-)
+@in_place
+def test_less_of_a_text_than_its_cache_has_from_the_store_is_not_published():
+    """The layers hold the tokens behind the store's blocks only; the first of them are not the text's."""
+    model, ids = known("llama"), prompt(6 * BLOCK + 8)
+    shorter = torch.cat([ids[:, :20], prompt(20, seed=2)], dim=1)
+    with (
+        kvclient.InMemoryClient(64 << 20) as client,
+        kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv,
+        kv.keeping(tails=True),
+    ):
+        generate(model, ids)
+        cache = generate(model, ids)[2]
+        assert {layer.origin for layer in cache.layers} == {6 * BLOCK}
+        assert kv.publish(ids[0, :20].tolist(), cache) == 0
+        with kv.bypass():
+            plain, logits, _ = generate(model, shorter)
+        tokens, found, _ = generate(model, shorter)
+        assert torch.equal(tokens, plain) and near(found, logits)
+
+
+@in_place
 @pytest.mark.parametrize(("name", "codec"), [("llama", "int8"), ("gemma2", None)])
 def test_a_tail_of_codes_or_windows_is_not_worth_leaving_the_pages(name, codec):
     model, ids = known(name), prompt(2 * BLOCK + 23)
