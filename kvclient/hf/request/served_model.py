@@ -8,6 +8,7 @@ follows from it, so what one codec stored another never finds.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -71,8 +72,10 @@ class ServedModel:
         object.__setattr__(self, "parts", parts)
 
     def tail_tokens(self, left: int, block_tokens: int) -> int:
-        """How many of the tokens left behind whole blocks get a block of their own."""
-        return tail_tokens(left, (self.form if self.parts is None else self.parts.form).step, block_tokens)
+        """How many of the tokens left behind whole blocks get a block of their own: with whole entries, where
+        layers compress tokens."""
+        step = (self.form if self.parts is None else self.parts.form).step
+        return tail_tokens(left, math.lcm(step, *(rate for _, rate in self.rates)), block_tokens)
 
     def looks_for_tails(self, options: Options, device: torch.device) -> bool:
         """Of a call. Not where it would cost reading in place: pages and GPUs cannot begin with a copy of a

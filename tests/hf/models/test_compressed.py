@@ -62,3 +62,12 @@ def test_blocks_have_to_hold_whole_entries(client):
         with pytest.raises(kvclient.InvalidArgument, match="multiples of 8 tokens"):
             kvclient.hf.attach(model, client, **options)
         assert "generate" not in model.__dict__
+
+
+def test_a_tail_holds_whole_entries(client):
+    """Of 61 tokens 32 are in a block and 24 in a shorter one; the last five are in no entry of eight."""
+    model, ids = known("deepseek_v4"), prompt(61)
+    with kvclient.hf.attach(model, client, block_tokens=4 * BLOCK) as kv, kv.keeping(tails=True):
+        check(model, kv, ids, 0)
+        check(model, kv, ids, 56)
+        check(model, kv, torch.cat([ids[:, :59], prompt(20, seed=2)], dim=1), 56)
