@@ -25,7 +25,7 @@ from vllm.config import VllmConfig
 
 from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
-from kvclient.integrations.vllm.identity import digest_of_model, engine_fields
+from kvclient.integrations.vllm.identity import digest_of_model, engine_fields, weights_digest
 
 log = logging.getLogger("vllm.kvstored")
 VERSION = 2  # of this list, of how a key is made and of how a block lies in the store
@@ -66,13 +66,17 @@ class OffloadNames:
         self, config: Any, engine: Any, options: dict[str, Any], form: str, whole_rows: bool = False
     ) -> None:
         _check_can_be_told_apart(engine, options)
+        if engine is None:
+            weights = digest_of_model(config.model.name, None, options)
+        else:
+            weights = weights_digest(engine, options)  # of its revision
         parallel = config.parallel
         split = [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size]
         fields = {
             "version": VERSION,
             "form": form,
             "vllm": vllm.__version__,
-            "weights": digest_of_model(config.model.name, None, options).hex(),
+            "weights": weights.hex(),
             "model_version": str(options["model_version"]),
             "dtype": str(config.model.dtype),
             "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],

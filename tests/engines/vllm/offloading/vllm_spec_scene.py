@@ -8,9 +8,15 @@ Asserts for itself. What only the test can do is asked for by a line NEED … an
 
 import os
 import sys
+import tempfile
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
+from huggingface_hub import snapshot_download
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -113,6 +119,51 @@ def what_differs_in_one_thing_misses():
     assert names(split[0], whole_rows=True).identity != names(split[1], whole_rows=True).identity
 
 
+class Configuration:
+    """Of a model's architecture."""
+
+    def to_dict(self):
+        return {}
+
+
+def engine(revision, load_format="auto"):
+    """What of a VllmConfig counts, of a repository's model."""
+    return SimpleNamespace(
+        lora_config=None, load_config=SimpleNamespace(load_format=load_format),
+        model_config=SimpleNamespace(
+            model="some/model", revision=revision, hf_config=Configuration(), dtype="float32",
+            quantization=None,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )  # fmt: skip
+
+
+def an_engines_weights_are_those_of_its_revision():
+    with tempfile.TemporaryDirectory() as cache:
+        of = Path(cache, "models--some--model")
+        (of / "refs").mkdir(parents=True)
+        for branch, digit in (("main", "1"), ("other", "2")):
+            (of / "refs" / branch).write_text(40 * digit)
+            (of / "snapshots" / (40 * digit)).mkdir(parents=True)
+            (of / "snapshots" / (40 * digit) / "model.safetensors").write_bytes(digit.encode())
+        config = replace(CONFIG, model=OffloadingModelConfig("some/model", "float32"))
+        options = {"weights_digest": "", "model_version": ""}
+        with patch("huggingface_hub.snapshot_download", partial(snapshot_download, cache_dir=cache)):
+            main, also, other = (
+                OffloadNames(config, engine(revision), options, "rows").identity
+                for revision in (None, "main", "other")
+            )
+    assert main == also != other
+    dummy = engine(None, "dummy")
+    try:
+        OffloadNames(config, dummy, options, "rows")
+        raise AssertionError("weights that nobody knows were given a name")
+    except kvclient.InvalidArgument as error:
+        assert "weights_digest" in str(error) and "dummy" in str(error)
+    assert OffloadNames(config, dummy, {**options, "weights_digest": "w"}, "rows").identity
+
+
 def need(what):
     print("NEED " + what, flush=True)
     sys.stdin.readline()
@@ -150,5 +201,6 @@ def what_has_gone_is_told_and_missed():
 
 
 what_differs_in_one_thing_misses()
+an_engines_weights_are_those_of_its_revision()
 what_has_gone_is_told_and_missed()
 print("PASSED", flush=True)
