@@ -41,7 +41,7 @@ from kvclient.serve.scheduler import Decode, Entry, Limits, Preempt, Prefill, Qu
 
 
 class Loop:
-    """Thread-safe: submit(), cancel(), stats and close(). Everything else is the loop's own thread's."""
+    """Thread-safe: submit(), cancel(), stats and close(); else its own thread's. Raises what Passes does."""
 
     def __init__(
         self, model: torch.nn.Module, kv: Attachment, limits: Limits, drafting: Drafting | None = None

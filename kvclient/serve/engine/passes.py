@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.cache.ragged import step
+from kvclient.hf.model.own_caches import keeps_states
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.speculation import Draft, score
 from kvclient.serve.engine.job import Job
@@ -26,6 +28,10 @@ class Passes:
     """Of one model. `token_s`: seconds of computing one token of a prompt, lately; 0: not known yet."""
 
     def __init__(self, model: torch.nn.Module, kv: Attachment) -> None:
+        """Raises InvalidArgument for a model that cannot have several requests under way."""
+        if keeps_states(model):
+            what = f"{type(model).__name__} keeps its recurrent states in its modules, of one request"
+            raise InvalidArgument(f"{what}: several requests under way would overwrite each other's")
         self._model, self._kv, self.token_s = model, kv, 0.0
 
     @property

@@ -19,7 +19,7 @@ from kvclient.serve.engine.loop import Loop
 from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.engine.text import Text
 from kvclient.serve.scheduler import Limits, QueueFull
-from tests.hf.zoo import build, generate, prompt
+from tests.hf.zoo import build, generate, known, prompt
 
 NEW, WAIT_S = 12, 120
 LIMITS = Limits(max_batch=4, piece_tokens=64)
@@ -201,3 +201,11 @@ def test_a_full_queue_is_refused_and_an_end_is_heard():
         ends = ended(events, 12 - refused)
         assert all(isinstance(end, Done | Failed) for end in ends.values())
     assert torch.is_grad_enabled()
+
+
+def test_a_model_that_keeps_states_in_its_modules_is_refused():
+    """Requests under way would overwrite each other's."""
+    model = known("recurrent_gemma")
+    with kvclient.InMemoryClient(8 << 20) as client, kvclient.hf.attach(model, client, self_test=False) as kv:
+        with pytest.raises(kvclient.InvalidArgument, match="RecurrentGemmaForCausalLM keeps its recurrent"):
+            Loop(model, kv, LIMITS)
