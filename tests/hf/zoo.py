@@ -247,14 +247,17 @@ def build(
     attention: str | None = None,
     seed: int = 0,
     layers: int = 3,
+    **changed,
 ):
-    """The model in eval mode, the same in every process for one seed. None if this release does not know it."""
+    """The model in eval mode, the same in every process for one seed. None if this release does not know it.
+    changed: of its configuration.
+    """
     config_name, model_name, own, *_ = {**SERVED, **MOVED, **LATENT, **INDEXED, **COMPRESSED, **WINDOWED, **RECURRENT, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
     if name == "granite_attention" and not hasattr(transformers.DynamicCache, "has_previous_state"):
         return None  # its own code asks the cache for it: transformers 5.0 cannot run it
-    config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **own})
+    config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **own, **changed})
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(seed)

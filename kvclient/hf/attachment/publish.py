@@ -56,7 +56,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
     if left:
         published += _publish_tail(attachment, served, list(tokens[: chain.num_tokens + left]), storages)
     for stored in served.groups:
-        _publish_end(attachment, stored, list(tokens[: chain.num_tokens + left]), storages)
+        _publish_end(attachment, stored, list(tokens[: chain.num_tokens + left]), storages, held)
     return published
 
 
@@ -81,9 +81,11 @@ def _publish_tail(
 
 def _publish_end(
     attachment: Attachment, stored: StoredGroup, tokens: Sequence[int],
-    storages: Sequence[tuple[int, Any, int]],
+    storages: Sequence[tuple[int, Any, int]], held: int,
 ) -> None:  # fmt: skip
-    """What layers that do not need all tokens need for a hit to end with the text."""
+    """What layers that do not need all tokens need for a hit to end with the text. held: tokens that the
+    cache holds. Where its hit ended is not known: only what is seen behind all of them was surely loaded.
+    """
     options = attachment._model_state.options
     mine = [stored_layer for stored_layer in storages if stored_layer[0] in stored.group.layers]
     chain = options.chunker.chain(stored.identity, tokens, partial=True)
@@ -94,8 +96,9 @@ def _publish_end(
         attachment.client, layout, stored.form.layers, options.priority, options.ttl_s, Clock(), stored.form
     )  # fmt: skip
     try:
+        there = max(bisect_left(starts, origin), stored.needed(starts, held).start)
         for run in stored.kept(starts, [len(chain)]):
-            if (first := max(run.start, bisect_left(starts, origin))) < run.stop:
+            if (first := max(run.start, there)) < run.stop:
                 publisher.publish(chain[: run.stop], first, 0, 0, mine)
     finally:
         publisher.abort()

@@ -51,6 +51,7 @@ class Stretch:
     root: bytes | None  # None: exact
     offered: int  # blocks
     next_at: int  # tokens of the row's text with which the next block's end is certain
+    loaded: int = 0  # tokens that the store's blocks may stand for: of a window, what is seen behind them
     tokens: Any = None  # of the row's text, up to the last block that was published of its answer
     kept: list[torch.Tensor] | None = None  # the state behind that block, if it is not stored
 
@@ -292,7 +293,10 @@ class Claims:
             counts = self._chunker.counts(prefix.group.tokens[start:])
             next_at = start + sum(counts) + self._chunker.certain
             for row in prefix.group.rows:
-                self._stretches.append(Stretch(row, prefix.group.pad, start, root, len(counts), next_at))
+                loaded = max(0, self._loaded - prefix.group.pad)
+                self._stretches.append(
+                    Stretch(row, prefix.group.pad, start, root, len(counts), next_at, loaded)
+                )
 
     def go_on(self, groups: Sequence[Group], columns: int, origin: int) -> None:
         """generated() is told of rows whose first columns an earlier call offered; what it had loaded ends at
@@ -302,7 +306,8 @@ class Claims:
             offered = len(counts) + (origin - group.pad > sum(counts))
             next_at = sum(counts) + self._chunker.certain
             for row in group.rows:
-                self._stretches.append(Stretch(row, group.pad, 0, None, offered, next_at))
+                loaded = columns - group.pad  # at most; what it was is not known any more
+                self._stretches.append(Stretch(row, group.pad, 0, None, offered, next_at, loaded))
 
     def generated(
         self, input_ids: torch.Tensor, prompt_columns: int, eos: Any, layers: Sequence[StoreLayer],
@@ -359,8 +364,10 @@ class Claims:
         chain = self._chunker.chain(stored.identity, stretch.tokens)
         starts = [*chain.start_tokens, chain.num_tokens]
         origin = max(layer.origin for layer in kept)  # before it, blocks lie in the store
+        # A hit loads no block before what is seen behind it: there the layers hold zeros.
+        there = max(bisect_left(starts, origin - stretch.pad), stored.needed(starts, stretch.loaded).start)
         for run in stored.kept(starts, [len(chain)]):
-            first = max(run.start, bisect_left(starts, origin - stretch.pad))
+            first = max(run.start, there)
             if first < run.stop:
                 storages = [(layer.index, layer.storage, layer.origin) for layer in kept]
                 publisher.publish(chain[: run.stop], first, stretch.row, stretch.pad, storages)

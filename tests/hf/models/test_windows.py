@@ -133,3 +133,27 @@ def test_windows_in_code_of_ones_own_are_refused(client):
     model.__class__ = type("Own", (type(model),), {"__module__": __name__})
     with pytest.raises(kvclient.hf.Refused, match="sliding-window layers of 16"):
         kvclient.hf.attach(model, client)
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_what_a_hit_did_not_load_is_not_sealed_behind_the_answer(handed, client):
+    """A hit loads a window, and the layers hold zeros before it, where the slack of the answer's end begins.
+    handed: the answer is published by its caller.
+    """
+    model, ids = known("mistral_sliding", sliding_window=64), prompt(161)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=False) as kv:
+        generate(model, ids, NEW)
+        (stored,) = kv._chosen().groups
+        before = kv.chunker.chain(stored.identity, ids[0, : (160 - 63) // BLOCK * BLOCK].numpy())
+        client.delete(before.keys)
+        with kv.bypass(read=False, write=handed):
+            answered, _, cache = generate(model, ids, BLOCK + 1)
+        assert kv.last.reused_tokens == 160
+        if handed:
+            kv.publish(answered[0, :-1].tolist(), cache)
+        assert not any(client.lookup(before).states)
+        parted = torch.cat([ids[:, :152], prompt(9, seed=5)], dim=1)
+        with kv.bypass():
+            plain, *_ = generate(model, parted, NEW)
+        tokens, *_ = generate(model, parted, NEW)
+        assert torch.equal(tokens, plain)
