@@ -85,7 +85,7 @@ class Prompt:
             what = f"max_length={config.max_length} of {most_tokens}, behind which its cache drops tokens"
             raise Bypassed("window", what)
         if (states or not padded) and any(group.pad for group in self.groups):
-            why = "its recurrent layers" if states else "the self-test found it wrong with this model"
+            why = "its recurrent layers" if states else "it is wrong, or not known to be right, with it"
             raise Bypassed("padding", why)
         if states and (config.output_attentions or config.output_hidden_states):
             raise Bypassed("prompt_outputs", "a prompt is cut where states are stored")

@@ -266,8 +266,10 @@ def _request(
     made = Continuation if cache is not None and cache.get_seq_length() else kind
     if made is Request and served.non_prefix is not None:
         made = RowByRow
+    # Entries, and positions beside an indexer's keys, are counted from a row's first column, padding or not.
+    padded = kv.padded and not served.rates and not served.positions[0]
     request = made(
-        client, served, options, kv._memory, kv._pace, kv._returned, settings.read, settings.write, kv.padded,
+        client, served, options, kv._memory, kv._pace, kv._returned, settings.read, settings.write, padded,
         started, lambda: not (watch.random() or watch.changed()),
     )  # fmt: skip
     if trial is None and options.in_place is None:

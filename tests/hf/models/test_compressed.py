@@ -71,3 +71,14 @@ def test_a_tail_holds_whole_entries(client):
         check(model, kv, ids, 0)
         check(model, kv, ids, 56)
         check(model, kv, torch.cat([ids[:, :59], prompt(20, seed=2)], dim=1), 56)
+
+
+def test_padded_rows_go_without_the_store_even_where_nothing_was_tried(client):
+    """Entries are of columns, not of a row's tokens: of a padded row they are no other row's."""
+    model, rows = known("deepseek_v4"), torch.cat([prompt(61), prompt(61, seed=2)])
+    mask = torch.ones_like(rows)
+    rows[1, :3] = mask[1, :3] = 0
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        generate(model, rows, NEW, attention_mask=mask)
+        assert kv.last.bypassed == "padding"
+        check(model, kv, prompt(61), 0)
