@@ -166,7 +166,8 @@ def served(chosen: argparse.Namespace) -> Any:
             ends = engine.model.generation_config.eos_token_id
             ends = frozenset({*end_tokens(ends), *end_tokens(engine.tokenizer.eos_token_id)})
             vocabulary = engine.model.get_input_embeddings().num_embeddings
-            length = min(chosen.max_model_len or longest, longest)
+            most = engine.kv._model_state.kv.most_tokens or longest
+            length = min(chosen.max_model_len or longest, longest, most)
             yield Asking(
                 engine.tokenizer, name, loop, length, vocabulary, chosen.api_key, ends, store_name(chosen)
             )

@@ -18,6 +18,7 @@ from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.engine.text import Text
 from tests.hf.awq_checkpoint import write_checkpoint
 from tests.hf.models.test_gguf import model, path
+from tests.hf.models.test_windows import olmoe
 from tests.hf.zoo import build, generate
 
 __all__ = ["model", "path"]
@@ -42,6 +43,13 @@ def test_a_gguf_file_is_served_by_its_path(model, path):
             pass
     wanted = generate(model, torch.tensor([ids]), 8)[0][0, len(ids) :].tolist()
     assert job.tokens == wanted
+
+
+def test_requests_are_no_longer_than_a_window_that_is_in_no_mask(home, tmp_path):
+    olmoe(300).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(home).save_pretrained(tmp_path)
+    with served(options([str(tmp_path), "--store", "16MiB", "--dtype", "float32"])) as asking:
+        assert asking.max_tokens == 300
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ class InPlaceLayer(StoreLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes K and V [batch, heads, tokens, head_dim]. Raises RuntimeError for another shape or dtype than
-        is stored, and where the attention was switched inside of generate()."""
+        is stored, and where the attention was switched inside of generate(); what Shape.check() does."""
         wants_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         if not self._dense and (wants_gradient or key_states.device.type != self.device_type):
             self.become_dense("training" if wants_gradient else "device")
@@ -85,6 +85,7 @@ class InPlaceLayer(StoreLayer):
             )
         start = self._length
         stop = start + key_states.shape[-2]
+        self.shape.check(stop)
         handle, values = self._keep(start, stop, key_states, value_states)
         self._length, self.is_initialized = stop, True
         if self.written is not None:
@@ -96,6 +97,8 @@ class InPlaceLayer(StoreLayer):
         where it takes more than writing them down: then nothing was done.
         """
         at = self._length - self.origin
+        if self._length == self.shape.most_tokens > 0:
+            return False
         if self._call is None or self.written is not None or at >= self._call[2].shape[3]:
             return False  # not read yet, or dense; its tokens are told of; no room
         if not self._reader():

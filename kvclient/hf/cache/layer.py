@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf.release import DUMMIES, INDEXED, STATES, compresses
 
 ALIGN = 64  # bytes, as torch's own allocator does: kernels read it in such pieces
@@ -52,11 +53,18 @@ class Shape:
     device: torch.device
     capacity: int  # tokens; more are possible, at the price of a copy
     key_dim: int = 0  # 0: K and V apart, each head_dim wide; else K's part of one array of that width
+    most_tokens: int = 0  # of a model whose own cache drops those behind, unseen by its mask; 0: any
 
     @property
     def arrays(self) -> int:
         """The first dimension of a layer's memory: 2 for K and V apart, 1 for K and V side by side."""
         return 1 if self.key_dim else 2
+
+    def check(self, tokens: int) -> None:
+        """Raises InvalidArgument where a layer is to hold more tokens than it may."""
+        if self.most_tokens and tokens > self.most_tokens:
+            what = f"{tokens} tokens in a cache of {self.most_tokens}"
+            raise InvalidArgument(f"{what}: there its own drops the first, which its mask does not")
 
     def sides(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of [arrays, rows, heads, tokens, head_dim], as views."""
@@ -103,6 +111,7 @@ class StoreLayer(DynamicLayer):
             return self._concatenate(key_states, value_states)
         start = self._length
         stop = start + key_states.shape[-2]
+        self.shape.check(stop)
         storage = self._room(stop, key_states)
         keys, values = self.shape.sides(storage[:, :, :, start:stop])
         keys[:], values[:] = key_states, value_states

@@ -77,7 +77,7 @@ class CacheBuilder:
         layers: list[StoreLayer] = []
         for form in (form for form in forms if not form.holds_marks):
             size = (self._prompt.rows, form.heads, form.head_dim, form.dtype, device, capacity, form.key_dim)
-            shape = Shape(*size)
+            shape = Shape(*size, most_tokens=self._served.most_tokens)
             spare = [None] * form.layers if paged else recycled(memory, shape, form.layers)
             for index, storage in zip(form.of or range(form.layers), spare, strict=True):
                 made = (self._kind(index) or make)(index, shape, self._prefix, written, storage)

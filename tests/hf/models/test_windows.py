@@ -102,9 +102,7 @@ def test_wrong_kv_would_be_seen_in_the_window(name, client):
     assert not near(right[0], other[0], 1e-4)
 
 
-@pytest.mark.parametrize("window", [100, 128, 160, 161, 300])
-def test_windows_that_are_in_no_mask_serve_what_is_no_longer(window, client):
-    """OLMoE's cache drops what left the window, and its mask does not: with all tokens it would see more."""
+def olmoe(window):
     config = transformers.OlmoeConfig(
         vocab_size=320, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0, initializer_range=0.15,
@@ -112,6 +110,14 @@ def test_windows_that_are_in_no_mask_serve_what_is_no_longer(window, client):
     config.sliding_window = window
     torch.manual_seed(0)
     model = transformers.OlmoeForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("window", [100, 128, 160, 161, 300])
+def test_windows_that_are_in_no_mask_serve_what_is_no_longer(window, client):
+    """OLMoE's cache drops what left the window, and its mask does not: with all tokens it would see more."""
+    model = olmoe(window)
     if window <= 160:  # of which the self-test would not be sure
         with pytest.raises(kvclient.hf.Refused, match=f"sliding-window layers of {window}"):
             kvclient.hf.attach(model, client)
@@ -126,6 +132,17 @@ def test_windows_that_are_in_no_mask_serve_what_is_no_longer(window, client):
                 assert torch.equal(tokens, plain)
             assert kv.last.bypassed == word
             assert word or kv.last.reused_tokens == (length - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("in_place", [False, None])
+def test_a_cache_that_goes_on_is_not_led_beyond_a_window_that_is_in_no_mask(in_place, client):
+    model, ids = olmoe(300), prompt(300 - NEW)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=in_place):
+        answered, _, cache = generate(model, ids, NEW)
+        with torch.no_grad():
+            model(answered[:, -1:], past_key_values=cache)
+            with pytest.raises(kvclient.InvalidArgument, match="301 tokens in a cache of 300"):
+                model(answered[:, -1:], past_key_values=cache)
 
 
 def test_windows_in_code_of_ones_own_are_refused(client):

@@ -19,6 +19,7 @@ from kvclient.serve.engine.loop import Loop
 from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.engine.text import Text
 from kvclient.serve.scheduler import Limits, QueueFull
+from tests.hf.models.test_windows import olmoe
 from tests.hf.zoo import build, generate, known, prompt
 
 NEW, WAIT_S = 12, 120
@@ -206,6 +207,21 @@ def test_a_full_queue_is_refused_and_an_end_is_heard():
 def test_a_model_that_keeps_states_in_its_modules_is_refused():
     """Requests under way would overwrite each other's."""
     model = known("recurrent_gemma")
-    with kvclient.InMemoryClient(8 << 20) as client, kvclient.hf.attach(model, client, self_test=False) as kv:
-        with pytest.raises(kvclient.InvalidArgument, match="RecurrentGemmaForCausalLM keeps its recurrent"):
-            Loop(model, kv, LIMITS)
+    with (
+        kvclient.InMemoryClient(8 << 20) as client,
+        kvclient.hf.attach(model, client, self_test=False) as kv,
+        pytest.raises(kvclient.InvalidArgument, match="RecurrentGemmaForCausalLM keeps its recurrent"),
+    ):
+        Loop(model, kv, LIMITS)
+
+
+def test_no_answer_goes_on_beyond_a_window_that_is_in_no_mask():
+    """The store's layers keep what the model's own drop, and it would see them."""
+    model, events = olmoe(300), queue.Queue()
+    with kvclient.InMemoryClient(8 << 20) as client, kvclient.hf.attach(model, client, block_tokens=16) as kv:
+        loop, ids = Loop(model, kv, LIMITS), prompt(300 - NEW)
+        assert ask(loop, ids, events, 0) and isinstance(ended(events, 1)[0], Done)
+        ask(loop, prompt(300 - NEW + 2), events, 0)
+        end = ended(events, 1)[0]
+        assert isinstance(end, Failed) and end.status == 400 and "a cache of 300" in end.message
+        loop.close()
