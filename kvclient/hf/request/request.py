@@ -238,8 +238,8 @@ class Request:
         served, options = self._served_model, self._options
         self._claims = claims = Claims(self._client, served, options, self._clock, self._same)
         self._found = found = [PrefixMatch.of(text, options.chunker, served) for text in self._prompt.groups]
-        grouped, tails = served.grouped, served.looks_for_tails(options, device)
-        if grouped and (len(found) > 1 or served.form.holds_marks):
+        tails = served.tails or (options.tails and served.looks_for_tails(options, device))
+        if served.grouped and (len(found) > 1 or served.form.holds_marks):
             follow = False  # what one text waits for, another of the batch may be about to compute
         claimed: set[bytes] = set()
         for prefix in found:
@@ -248,9 +248,9 @@ class Request:
                 prefix.extend_from_below(self._client, follow, self._worth_waiting_s)
             if read and tails:
                 extend_part(prefix, self._client, self._worth_waiting_s)
-            if not grouped:
+            if not served.grouped:
                 self._search(prefix, config, read)
-            if self._write and not grouped:
+            if self._write and not served.grouped:
                 claims.claim_text(prefix, self._segments, claimed, read, follow, len(found) > 1)
             if claims.sinks is not None:
                 claims.sinks.take(prefix)
@@ -258,7 +258,7 @@ class Request:
             for prefix in found:
                 prefix.drop_pending()  # two batches that wait for blocks of each other would wait for ever
         columns = min(self._prompt.length - 1, *(prefix.group.pad + prefix.tokens for prefix in found))
-        if grouped:
+        if served.grouped:
             columns = self._hit_end(columns, follow, config, read)
         self._hit = columns
         claims.loaded(columns)

@@ -78,11 +78,11 @@ class ServedModel:
         return tail_tokens(left, math.lcm(step, *(rate for _, rate in self.rates)), block_tokens)
 
     def looks_for_tails(self, options: Options, device: torch.device) -> bool:
-        """Of a call. Not where it would cost reading in place: pages and GPUs cannot begin with a copy of a
-        part, and of quantised blocks or windows a tail saves less than that."""
+        """Of a call that asks for them. Not where it would cost reading in place: pages and GPUs cannot begin
+        with a copy of a part, and of quantised blocks or windows a tail saves less than that."""
         held = options.in_place and (options.pool is not None or device.type != "cpu")
         dense = held and (self.groups or self.parts is not None)
-        return self.tails or (options.tails and self.plain and not dense)
+        return self.tails or (self.plain and not dense)
 
     def beside(self, chunker: Chunker, ids: Sequence[int], partial: bool = False) -> list[Any]:
         """The chains of a text's blocks of groups and states, whichever of them are stored. partial: with
