@@ -80,8 +80,9 @@ class _Past:
     def get_seq_length(self) -> int:
         return self._length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._length + query_length, 0
+    def get_mask_sizes(self, queries: int | torch.Tensor) -> tuple[int, int]:
+        """queries: how many; transformers 5.0 gives their positions."""
+        return self._length + (queries if isinstance(queries, int) else len(queries)), 0
 
 
 @torch.no_grad()
