@@ -111,7 +111,7 @@ class BlockWriter {
 
   // Ends the open ones among these blocks. Throws InvalidArgument, before anything, if one has layers that were never given out
   // and `zero_rest` does not say that they are to be zeros; BlockLost, after the others, if some were aborted or the store no
-  // longer knew them as ours.
+  // longer knew them as ours; Closed if its client was closed.
   void seal(std::span<const size_t> which, bool zero_rest = false);
   void abort(std::span<const size_t> which);  // gives the open ones among them back
   std::vector<size_t> open_items() const;     // indices granted, neither sealed nor aborted
@@ -166,23 +166,27 @@ class Client {
   // In a forked child, before anything else: a thread that the child does not have may have held it at the fork.
   void renew_lock() { std::construct_at(&mutex_); }
 
-  std::vector<uint8_t> lookup(std::span<const Key> keys);  // a Presence each
+  // A Presence each. Throws Detached if another daemon took over meanwhile.
+  std::vector<uint8_t> lookup(std::span<const Key> keys);
   // The blocks that are in memory, pinned; with `follow` also those being written. Waits for nothing. Throws Detached.
   std::shared_ptr<BlockBatch> get(std::span<const Key> keys, bool follow);
   // Asks the daemon to load what lies on disk. Waits for nothing.
   std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority);
   // Turns the batch's misses into hits as their blocks are loaded, or sealed by who writes them. False: the deadline came first.
+  // Throws Detached if the batch is of an attachment before.
   bool await(BlockBatch& batch, std::span<const Key> keys, bool follow, const timespec& deadline);
   // Compares the bytes of the batch's blocks with their checksums; those that differ become misses.
   void verify(BlockBatch& batch, std::span<const Key> keys);
   // Seconds until a load of so many bytes, asked for now, would be done. Negative: the daemon has loaded nothing yet.
   double load_estimate_s(uint64_t bytes) const;
   // Asks the daemon, in one message, which of the missing are known to lie on another host, and says so in the states; it asks
-  // nobody in turn. Nothing is sent if nothing is missing or there is no other host.
+  // nobody in turn. Nothing is sent if nothing is missing or there is no other host. Throws Detached for an answer of another
+  // size.
   void look_elsewhere(std::span<const Key> keys, std::vector<uint8_t>& states);
   double peer_estimate_s(uint64_t bytes) const;  // as load_estimate_s
   uint64_t peers_up() const;                     // other hosts that get() with a wait would ask
-  // Claims what of the keys nobody has. Throws InvalidArgument, NoSpace is an answer of the block.
+  // Claims what of the keys nobody has. NoSpace is an answer of the block. Throws InvalidArgument, Detached if the layout's
+  // number is another attachment's.
   std::shared_ptr<BlockWriter> create(const Create& request);
   // How many sealed blocks were deleted.
   uint32_t remove(std::span<const Key> keys) { return count_over(protocol::Op::Delete, keys); }

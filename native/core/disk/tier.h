@@ -90,7 +90,7 @@ class DiskTier final : public LowerTier {
   Presence promote(const Key& key, uint32_t priority) override;
   Below forget(const Key& key) override;
   void forget_all() override;
-  void remember_flush() override;
+  void remember_flush() override;  // throws Unavailable: a restart may find again what was flushed
   Figures figures() override;
 
   void set_quota(uint64_t bytes);       // of all directories together; the thread makes room

@@ -36,7 +36,7 @@ class Server {
   ~Server() { stop(); }
 
   void share(Store& store, const Secret& salt);  // before start()
-  void start();                                  // throws Unavailable
+  void start();                                  // throws InvalidArgument: no IPv4 address; Unavailable: cannot listen there
   void stop();                                   // ends all connections and their threads
   // Beside the configured peers, instead of those that were welcomed before: who is neither now is cut off.
   void welcome(std::vector<std::string> nodes);

@@ -28,7 +28,7 @@ class SessionServer {
   SessionServer(Options options, std::vector<Store*> stores);
   ~SessionServer();
 
-  void start();  // throws Unavailable if the socket cannot be made
+  void start();  // throws Unavailable if the socket cannot be made, InvalidArgument if its path is too long
   void stop();   // ends the threads; sessions stay as they are, for the next daemon
   std::vector<std::pair<std::string, SessionInfo>> sessions() const;  // with their namespace's name
   // Other lists from now on, from any thread. A session whose user may no longer do what it attached for ends.

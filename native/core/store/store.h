@@ -1,6 +1,5 @@
 // The store: the one mutator of a namespace. Index, arena, sessions' claims and eviction change here and nowhere else, under one
-// lock, in operations that run to completion: no I/O, no waiting, no callback inside. (`create` may let go of the lock between
-// two attempts to let the pool grow.)
+// lock, in operations that run to completion: no I/O, no waiting, no callback inside. (`create` lets go of it to grow the pool.)
 //
 // Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
@@ -70,23 +69,24 @@ class Store {
   // A word per record, and one more that counts the ends of loads.
   static uint64_t progress_bytes(uint32_t max_blocks) { return uint64_t{8} * (uint64_t{max_blocks} + 1); }
   static void retire(int table_fd);  // marks a table that no daemon will serve any more
-
-  // Stops growing, leaves the segments to the next daemon.
-  void close();
+  void close();                      // stops growing, leaves the segments to the next daemon
 
   // ---- blocks
-  uint32_t register_layout(std::span<const uint8_t> blob, uint32_t session = 0);  // its id. `session`: that means to use it
-  LayoutTable::Known find_layout(const Key& digest);                              // null: nobody has registered it here
-  LayoutTable::Known layout(uint32_t id);                                         // null: not here, or not any more
-  std::vector<Granted> create(const CreateRequest& request);  // an answer a block. Throws InvalidArgument before anything
+  // Its id. `session`: that means to use it. Throws NoSpace if all slots have layouts that are used.
+  uint32_t register_layout(std::span<const uint8_t> blob, uint32_t session = 0);
+  LayoutTable::Known find_layout(const Key& digest);  // null: nobody has registered it here
+  LayoutTable::Known layout(uint32_t id);             // null: not here, or not any more
+  // An answer a block. Throws before anything: FailedPrecondition, no such session; InvalidArgument, a field beyond its limit.
+  std::vector<Granted> create(const CreateRequest& request);
   // These four leave memory they set free to the next settle() or tick(), so that a batch is scanned for once.
   std::vector<Done> seal(uint32_t owner, std::span<const Seal> blocks);
   Done abort(uint32_t owner, Handle handle);  // its memory is free once nobody can write there
   // Where they lie in a region of the owner's; what is left of it stays open. NoSpace: not its memory, or not cut there.
+  // Throws FailedPrecondition, no such session; InvalidArgument, tokens, position or offset of an item, before anything.
   std::vector<RegionChange> publish(const CreateRequest& request, std::span<const Publish> items);
-  // They are not found any more, and the region's again once nobody but the owner, once, holds a pin on them.
+  // Not found any more, and the region's again once nobody but the owner, once, holds a pin on them. Throws FailedPrecondition.
   std::vector<RegionChange> take_back(uint32_t owner, uint32_t layout, std::span<const TakeBack> items);
-  void mark_layer(Handle handle, uint32_t layers);     // for writers without shared memory
+  void mark_layer(Handle handle, uint32_t layers);     // without shared memory. Throws BlockLost, not open; InvalidArgument
   Found lookup(const Key& key);                        // where it is; no use is counted
   bool remove(const Key& key);                         // false: there was no sealed block
   std::vector<bool> touch(std::span<const Key> keys);  // counts as a use; whether each is there
@@ -95,13 +95,16 @@ class Store {
   void drain(bool on);                                 // on: no room is made any more
 
   // ---- bytes, for those without shared memory. False or nothing: a miss.
+  // Fewer at its end. Throws InvalidArgument for an offset beyond it, Fenced if the pool's memory is gone.
   std::optional<std::vector<uint8_t>> read(const Key& key, uint64_t offset, uint64_t length);
-  // The same of one block found earlier, sealed or still being written; counts no use. Nothing: it is another block by now.
+  // Of one found earlier, sealed or being written; counts no use. Nothing: another block by now. Throws InvalidArgument, Fenced.
   std::optional<std::vector<uint8_t>> read_at(Handle handle, uint64_t offset, uint64_t length);
-  // Waits until so many layers are ready. Returns how many are: fewer after the time. Throws BlockLost if the writer gave it up.
+  // Waits for those that are written or loaded here. A Presence each, as it is after the time at the latest.
   std::vector<uint8_t> await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms);
-  uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);  // of a block being written
-  void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);  // throws BlockLost: not open
+  // Until so many layers of a block are written. How many are: fewer after the time. Throws BlockLost, InvalidArgument: no block.
+  uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
+  // Throws BlockLost if it is not open, InvalidArgument beyond its end, Fenced if the pool's memory is gone.
+  void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
   ScrubResult scrub(uint32_t from, uint64_t limit_bytes);  // from a record on; each caller goes through all by itself
   bool drop_if_corrupt(const Key& key);                    // true if its bytes did not match their checksums
 
@@ -112,11 +115,10 @@ class Store {
   std::optional<WriteJob> begin_write();                                       // of the blocks that wait, the most valuable
   // True: the file stays. False: the block was deleted meanwhile, the file must go before anybody can find the key again.
   bool end_write(Handle handle, bool written);
-  Deleted take_deleted();  // blocks whose files are to go
-  // Records a block that lies only on disk. False: no record is free, or the key is known.
-  bool add_disk(const Key& key, uint32_t expiry_s);
-  void drop_disk(const Key& key);                                // its file is gone
-  void file_gone(const Key& key);                                // of a block that was deleted
+  Deleted take_deleted();                            // blocks whose files are to go
+  bool add_disk(const Key& key, uint32_t expiry_s);  // one that lies only on disk. False: no record is free, or it is known
+  void drop_disk(const Key& key);                    // its file is gone
+  void file_gone(const Key& key);                    // of a block that was deleted
   std::vector<Key> disk_keys(uint32_t& record, uint32_t limit);  // of blocks said to be on disk, from this record on
   void load_ended();                                             // wakes those who wait for loads
   void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
@@ -143,7 +145,7 @@ class Store {
   size_t left_sessions(uint32_t uid) const { return left_.of(uid); }
   void reap_left_sessions();  // such a look, in slices
   // A client's, and its locked page. By the session protocol's version that it speaks it asks for more pins when it needs them,
-  // and knows every slot for layouts. Throws IncompatibleVersion if this namespace has layouts that it would misread.
+  // and knows every slot for layouts. Throws InvalidArgument for max_pins, IncompatibleVersion for layouts that it would misread.
   std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only = false,
                                        uint32_t protocol = protocol::kVersion);
   PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
@@ -162,8 +164,7 @@ class Store {
   Mapping session_page_head(uint32_t session);                   // for its mailbox
   std::vector<SessionInfo> sessions();                           // those attached
   void note_put(uint64_t now_ns) { puts_.note(now_ns); }         // by the one thread that serves sessions
-  // Frees what has become free. Returns in how many milliseconds to call again. Like flush() it does so in slices.
-  int tick();
+  int tick();  // frees what has become free, in slices as flush() does. In how many milliseconds to call again
   // To be called when nobody waits for an answer: what the last create left to do, and room for another batch like the last.
   void finish_claims(), make_room_ahead();
 
@@ -173,7 +174,7 @@ class Store {
   std::vector<Description> list(uint32_t& next, uint32_t limit, std::span<const uint8_t> key_prefix, double min_uses);
   std::optional<Description> describe(const Key& key);  // nothing: unknown
   std::vector<LayoutInfo> layouts();                    // those registered, with who uses them
-  void check_integrity();                               // throws with what does not agree
+  void check_integrity();                               // throws Integrity with what does not agree
   std::string problem();                                // empty if all is well
 
   const std::string& name() const { return options_.name; }
