@@ -211,11 +211,12 @@ def table(results: dict, which: str = "seconds") -> list[tuple[str, str, str]]:
     rows = []
     for name in FORMS:
         default, best = REACH[name.split()[0]]
-        own, rate = seconds[name], sizes[name] / seconds[name] / 1e9
+        cost, rate = seconds[name], sizes[name] / seconds[name] / 1e9
         read = sizes[name] / seconds["read " + name] / 1e9
         reach = f"≥ {default} × HF, ≥ {best} × torch's best" + ", ≥ 0.7 × read" * name.startswith("int8")
         got = (
-            f"{own * 1e3:.2f} ms: {seconds['hf'] / own:.1f} × HF, {seconds['torch best'] / own:.1f} × torch's"
+            f"{cost * 1e3:.2f} ms: {seconds['hf'] / cost:.1f} × HF, "
+            f"{seconds['torch best'] / cost:.1f} × torch's"
         )
         got += f" best, {rate:.1f} of {read:.1f} GB/s read ({rate / read:.2f} ×)"
         rows.append((f"decode {name}, in place", reach, got))

@@ -143,24 +143,24 @@ def fill(directory: Path, blocks: int) -> None:
 def measure(memory: str, quick: bool) -> dict:
     rounds = 3 if quick else 7
     found: dict = {"memory": memory, "rounds": rounds}
-    with tempfile.TemporaryDirectory(prefix="kvbench-") as home, Daemon(Path(home) / "d", memory) as one:
+    with tempfile.TemporaryDirectory(prefix="kvbench-") as home, Daemon(Path(home) / "d", memory) as daemon:
         ready, at_once = [], []
         for _ in range(rounds):
-            ready.append(one.start())
-            at_once.append(one.end(signal.SIGTERM))
-            one.remove_pool()
-        one.start()
-        one.wait_faulted()
-        began_ns, cpu = time.monotonic_ns(), one.cpu_ns()
+            ready.append(daemon.start())
+            at_once.append(daemon.end(signal.SIGTERM))
+            daemon.remove_pool()
+        daemon.start()
+        daemon.wait_faulted()
+        began_ns, cpu = time.monotonic_ns(), daemon.cpu_ns()
         select.select([], [], [], IDLE_QUICK_S if quick else IDLE_S)
-        found["idle_cpu_percent"] = 100 * (one.cpu_ns() - cpu) / (time.monotonic_ns() - began_ns)
-        found["own_memory_mb"] = one.stats()["rss_bytes"] / 1e6
+        found["idle_cpu_percent"] = 100 * (daemon.cpu_ns() - cpu) / (time.monotonic_ns() - began_ns)
+        found["own_memory_mb"] = daemon.stats()["rss_bytes"] / 1e6
         exits = []
         for _ in range(rounds):
-            exits.append(one.end(signal.SIGTERM))
-            one.start()
-            one.wait_faulted()
-        one.end(signal.SIGTERM)
+            exits.append(daemon.end(signal.SIGTERM))
+            daemon.start()
+            daemon.wait_faulted()
+        daemon.end(signal.SIGTERM)
         found |= {"ready_ms": median(ready), "ready_ms_max": max(ready)}
         found |= {
             "exit_ms": median(exits),
@@ -175,17 +175,17 @@ def measure_restart(blocks: int) -> dict:
     options = ("--max-blocks", str(blocks))
     with (
         tempfile.TemporaryDirectory(prefix="kvbench-") as home,
-        Daemon(Path(home) / "d", "1GiB", *options) as one,
+        Daemon(Path(home) / "d", "1GiB", *options) as daemon,
     ):
-        one.start()
-        fill(one.directory, blocks)
-        before = one.stats()
-        one.end(signal.SIGKILL)
-        back = one.start()
-        after = one.stats()
+        daemon.start()
+        fill(daemon.directory, blocks)
+        before = daemon.stats()
+        daemon.end(signal.SIGKILL)
+        back = daemon.start()
+        after = daemon.stats()
         kept = after["namespaces"][0]["counters"]["blocks"]
-        per_block = one.index_bytes_per_block(blocks)
-        one.end(signal.SIGTERM)
+        per_block = daemon.index_bytes_per_block(blocks)
+        daemon.end(signal.SIGTERM)
     return {
         "restart_blocks": before["namespaces"][0]["counters"]["blocks"],
         "restart_blocks_kept": kept,

@@ -103,15 +103,15 @@ def cells_of(taken: dict[str, list], reason: str) -> list[dict]:
             continue
         cells.append({
             "column": column, "variant": variant, "unit": "GB/s",
-            "value": round(median(one["gb_s"] for one in runs), 2),
-            "rounds": [round(one["gb_s"], 2) for one in runs],
-            "cpu_percent": [round(100 * one["cpu"], 1) for one in runs],
-            "note": f"{100 * median(one['cpu'] for one in runs):.0f} % of a core, "
-            f"{1000 * median(one['cpu'] / one['gb_s'] for one in runs):.0f} ms a GB",
+            "value": round(median(run["gb_s"] for run in runs), 2),
+            "rounds": [round(run["gb_s"], 2) for run in runs],
+            "cpu_percent": [round(100 * run["cpu"], 1) for run in runs],
+            "note": f"{100 * median(run['cpu'] for run in runs):.0f} % of a core, "
+            f"{1000 * median(run['cpu'] / run['gb_s'] for run in runs):.0f} ms a GB",
         })  # fmt: skip
         if taken["fio"] and name != "fio":
             pairs = zip(runs, taken["fio"], strict=True)
-            cells[-1]["ratio"] = round(median(own["gb_s"] / theirs["gb_s"] for own, theirs in pairs), 2)
+            cells[-1]["ratio"] = round(median(ours["gb_s"] / theirs["gb_s"] for ours, theirs in pairs), 2)
             cells[-1]["ratio_of"] = "fio"
     return cells
 

@@ -91,19 +91,19 @@ class Contenders:
         encode = transformers.AutoTokenizer.from_pretrained(home).encode
         self.ids = encode(Path(argparse.__file__).read_text(encoding="utf-8"))
 
-    def timed(self, model: Any, ids: Any, **given: Any) -> tuple[float, int, Any]:
+    def timed(self, model: Any, ids: Any, **options: Any) -> tuple[float, int, Any]:
         began = time.process_time()
         out = model.generate(
             ids, attention_mask=self.torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0,
-            return_dict_in_generate=True, **given,
+            return_dict_in_generate=True, **options,
         )  # fmt: skip
         return time.process_time() - began, int(out.sequences[0, -1]), out
 
     def handed_over(self, cache: Any) -> Any:
         """The same cache once more: a layer's tensors are replaced as it grows, not written."""
-        own = copy.copy(cache)
-        own.layers = [copy.copy(layer) for layer in cache.layers]
-        return own
+        copied = copy.copy(cache)
+        copied.layers = [copy.copy(layer) for layer in cache.layers]
+        return copied
 
     def measure(self, shared: int, rounds: int) -> dict[str, Any]:
         prompt = self.torch.tensor([self.ids[: shared + TAIL_TOKENS]])
@@ -116,9 +116,9 @@ class Contenders:
         for number in range(rounds + 1):
             order = ["floor", "warm"][:: -1 if number % 2 else 1]
             for name in order:
-                given = passing(self.handed_over(prefix)) if name == "floor" else {}
+                options = passing(self.handed_over(prefix)) if name == "floor" else {}
                 model = self.plain if name == "floor" else self.model
-                seconds, token, _ = self.timed(model, prompt, **given)
+                seconds, token, _ = self.timed(model, prompt, **options)
                 taken[name].append((seconds, token))
         report = self.kv.last
         hf_s, token, _ = self.timed(self.plain, prompt)
@@ -128,7 +128,7 @@ class Contenders:
             "warm_to_floor": round(median(a[0] / b[0] for a, b in pairs), 3),
             "warm_ms": round(median(a[0] for a, _ in pairs) * 1e3, 1),
             "floor_ms": round(median(b[0] for _, b in pairs) * 1e3, 1), "hf_ms": round(hf_s * 1e3, 1),
-            "equal": all(one[1] == token for own in taken.values() for one in own),
+            "equal": all(timing[1] == token for timings in taken.values() for timing in timings),
             "stored_to_full": round(published, 3),
         }  # fmt: skip
 
@@ -137,13 +137,13 @@ class Contenders:
         import kvclient
 
         served = self.kv._chosen()
-        block, own = self.kv.chunker.most, self.kv.last
+        block, report = self.kv.chunker.most, self.kv.last
         forms = [served.form, *(stored.form for stored in served.groups)]
-        counts = (own.published_blocks, own.published_group_blocks)
+        counts = (report.published_blocks, report.published_group_blocks)
         used = sum(n * form.layout(block).block_bytes() for n, form in zip(counts, forms, strict=True))
-        layers, form = sum(one.layers for one in forms), served.form
+        layers, form = sum(group.layers for group in forms), served.form
         full = kvclient.Layout(layers, form.heads, form.head_dim, "float32", block).block_bytes()
-        return used / (own.prompt_tokens // block * full)
+        return used / (report.prompt_tokens // block * full)
 
 
 def main() -> int:

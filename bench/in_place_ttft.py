@@ -24,8 +24,8 @@ def measure(dense: Contenders, in_place: Contenders, ids: list[int], shared: int
     import torch
 
     prompt = torch.tensor([ids[: shared + TAIL_TOKENS]])
-    for one in (dense, in_place):
-        one.stored(prompt)  # publishes
+    for contender in (dense, in_place):
+        contender.stored(prompt)  # publishes
     layers = dense.prefix_of(prompt, shared // 128 * 128)
     calls = {
         "floor": lambda: dense.floor(prompt, layers),
@@ -38,12 +38,12 @@ def measure(dense: Contenders, in_place: Contenders, ids: list[int], shared: int
             cpu, _, token = call()
             if number:
                 taken[name].append((cpu, token))
-    tokens = {token for one in taken.values() for _, token in one}
+    tokens = {token for runs in taken.values() for _, token in runs}
     return {
         "shared": shared,
         "reused": in_place.kv.last.reused_tokens,
         "one_token": len(tokens) == 1,
-        **{name: median(cpu for cpu, _ in one) for name, one in taken.items()},
+        **{name: median(cpu for cpu, _ in runs) for name, runs in taken.items()},
     }
 
 
@@ -66,14 +66,15 @@ def main() -> int:
         in_place = Contenders(twin, client, in_place=True)
         for shared in (512, 2048):
             results.append(measure(dense, in_place, ids, shared, args.rounds))
-            one = results[-1]
-            own, floor, copied = (one[name] * 1e3 for name in ("in place", "floor", "dense"))
+            row = results[-1]
+            ours, floor, copied = (row[name] * 1e3 for name in ("in place", "floor", "dense"))
             print(
-                f"{args.dtype}, {shared} shared tokens, {in_place.kv.backend}, CPU: in place {own:.1f} ms,",
+                f"{args.dtype}, {shared} shared tokens, {in_place.kv.backend}, CPU: in place {ours:.1f} ms,",
                 end=" ",
             )
             print(
-                f"floor of the dense path {floor:.1f}, dense path {copied:.1f}: {own / floor:.2f} × the floor"
+                f"floor of the dense path {floor:.1f}, dense path {copied:.1f}: "
+                f"{ours / floor:.2f} × the floor"
             )
     if args.json:
         args.json.write_text(

@@ -89,9 +89,9 @@ class Contenders:
 
         self.model = model
         # The same weights under the attention that transformers chose; attach() may bring another.
-        own = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+        stock = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
         self.kv = kvclient.hf.attach(model, client, **options)
-        self.plain = lambda *args, **given: type(own).generate(own, *args, **given)
+        self.plain = lambda *args, **options: type(stock).generate(stock, *args, **options)
 
     def hf(self, ids) -> tuple[float, float, int]:
         return self._timed(self.plain, ids)
@@ -106,7 +106,7 @@ class Contenders:
         """The KV of the first tokens, as a cold run of the whole prompt computes it."""
         out = self.plain(ids, **self._config(), return_dict_in_generate=True)
         layers = out.past_key_values.layers
-        return [(one.keys[:, :, :count].clone(), one.values[:, :, :count].clone()) for one in layers]
+        return [(layer.keys[:, :, :count].clone(), layer.values[:, :, :count].clone()) for layer in layers]
 
     def _handed_over(self, layers):
         from transformers import DynamicCache
@@ -121,12 +121,12 @@ class Contenders:
     def _config() -> dict:
         return {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
 
-    def _timed(self, generate: Callable, ids, **given) -> tuple[float, float, int]:
+    def _timed(self, generate: Callable, ids, **options) -> tuple[float, float, int]:
         import torch
 
         mask = torch.ones_like(ids)
         wall, cpu = time.perf_counter(), time.process_time()
-        out = generate(ids, attention_mask=mask, **self._config(), **given)
+        out = generate(ids, attention_mask=mask, **self._config(), **options)
         return time.process_time() - cpu, time.perf_counter() - wall, int(out[0, -1])
 
 

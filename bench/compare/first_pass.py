@@ -69,12 +69,12 @@ def _two_passes(row: Row, up: Contenders, column: str, method: str, number: str,
 def _pass_cell(column: str, variant: str, found: list[dict], reason: str) -> dict:
     if not found:
         return absent_cell(column, variant, reason or "not run")
-    first, second = (round(median(one[which] for one in found), 2) for which in ("first", "second"))
+    first, second = (round(median(figures[which] for figures in found), 2) for which in ("first", "second"))
     return {
         "column": column,
         "variant": variant,
         "unit": "x",
-        "value": round(median(one["first"] / one["second"] for one in found), 2),
-        "rounds": [round(one["first"] / one["second"], 2) for one in found],
+        "value": round(median(figures["first"] / figures["second"] for figures in found), 2),
+        "rounds": [round(figures["first"] / figures["second"], 2) for figures in found],
         "note": f"{first} / {second} GB/s" + (f", {found[-1]['note']}" if found[-1]["note"] else ""),
     }

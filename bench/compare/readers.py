@@ -81,7 +81,7 @@ def _at_once(drivers: list, op: str, reading_s: float) -> list[dict]:
 
 
 def _rates(window: list[dict]) -> list[float]:
-    return [one["done"] / one["seconds"] for one in window]
+    return [reader["done"] / reader["seconds"] for reader in window]
 
 
 def _cell(column: str, windows: list[list[dict]], of_one: list[list[dict]] | None) -> dict:
@@ -90,15 +90,15 @@ def _cell(column: str, windows: list[list[dict]], of_one: list[list[dict]] | Non
         "column": column,
         "variant": "",
         "unit": "/s",
-        "value": round(median(sum(one) for one in rates)),
-        "rounds": [round(sum(one)) for one in rates],
+        "value": round(median(sum(readers) for readers in rates)),
+        "rounds": [round(sum(readers)) for readers in rates],
         "note": windows[-1][0].get("note", ""),
     }
     if len(windows[0]) > 1:
-        cell["fairness"] = round(median(min(one) / max(one) for one in rates), 2)
+        cell["fairness"] = round(median(min(readers) / max(readers) for readers in rates), 2)
     if of_one is not None:
         cell["ratio"] = round(
-            median(sum(many) / sum(_rates(one)) for many, one in zip(rates, of_one, strict=True)), 2
+            median(sum(many) / sum(_rates(alone)) for many, alone in zip(rates, of_one, strict=True)), 2
         )
         cell["ratio_of"] = "one client"
     return cell

@@ -77,18 +77,18 @@ def _line(pid: int, answer: TextIO) -> str:
 
 
 def measure(count: int, seconds: float) -> dict:
-    with tempfile.TemporaryDirectory(prefix="kvcrowd-") as home, Daemon(Path(home) / "d", "256MiB") as one:
-        one.start()
-        one.wait_faulted()
-        children = [_fork(one.directory, number, seconds) for number in range(count)]
+    with tempfile.TemporaryDirectory(prefix="kvcrowd-") as home, Daemon(Path(home) / "d", "256MiB") as daemon:
+        daemon.start()
+        daemon.wait_faulted()
+        children = [_fork(daemon.directory, number, seconds) for number in range(count)]
         for pid, answer in children:
             _line(pid, answer)
-        Path(one.directory, "begin").touch()
+        Path(daemon.directory, "begin").touch()
         told = [json.loads(_line(pid, answer)) for pid, answer in children]
         for pid, answer in children:
             answer.close()
             os.waitpid(pid, 0)
-        Path(one.directory, "begin").unlink()
+        Path(daemon.directory, "begin").unlink()
     puts = sorted(each["puts"] for each in told)
     found = {
         "clients": count,

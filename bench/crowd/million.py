@@ -64,10 +64,10 @@ class Full:
 
 def measure(blocks: int) -> dict:
     with (
-        tempfile.TemporaryDirectory(prefix="kvcrowd-") as one,
-        tempfile.TemporaryDirectory(prefix="kvcrowd-") as two,
+        tempfile.TemporaryDirectory(prefix="kvcrowd-") as small,
+        tempfile.TemporaryDirectory(prefix="kvcrowd-") as large,
     ):
-        few, many = Full(Path(one), FEW), Full(Path(two), blocks)
+        few, many = Full(Path(small), FEW), Full(Path(large), blocks)
         took: dict[str, list[float]] = {"few_create": [], "few_look": [], "many_create": [], "many_look": []}
         try:
             for _ in range(TURNS):

@@ -26,15 +26,15 @@ def measure(count: int) -> dict:
     options = ("--max-sessions", str(count + 64))
     with (
         tempfile.TemporaryDirectory(prefix="kvcrowd-") as home,
-        Daemon(Path(home) / "d", "64MiB", *options) as one,
+        Daemon(Path(home) / "d", "64MiB", *options) as daemon,
     ):
-        one.start()
-        one.wait_faulted()
-        kvclient.connect(dir=str(one.directory)).close()
+        daemon.start()
+        daemon.wait_faulted()
+        kvclient.connect(dir=str(daemon.directory)).close()
         before, clients, took_ms = _shmem_kib(), [], []
         for _ in range(count):
             began = time.perf_counter_ns()
-            clients.append(kvclient.connect(dir=str(one.directory)))
+            clients.append(kvclient.connect(dir=str(daemon.directory)))
             took_ms.append((time.perf_counter_ns() - began) / 1e6)
         pages = sum(path.stat().st_blocks * 512 for path in Path("/dev/shm").glob("*.s.*"))
         found = {

@@ -52,25 +52,25 @@ COLUMN = {
 }
 
 
-def written(one: Session, keys: list[bytes], layout: int, source: np.ndarray) -> dict:
-    before, cpu, began = one.figures()["disk_written"], one.cpu_s(), time.perf_counter()
-    one.put(keys, layout, source)
-    one.wait_written(before + len(keys))
+def written(session: Session, keys: list[bytes], layout: int, source: np.ndarray) -> dict:
+    before, cpu, began = session.figures()["disk_written"], session.cpu_s(), time.perf_counter()
+    session.put(keys, layout, source)
+    session.wait_written(before + len(keys))
     took = time.perf_counter() - began
-    return {"gb_s": len(keys) * source.nbytes / took / 1e9, "cpu": (one.cpu_s() - cpu) / took}
+    return {"gb_s": len(keys) * source.nbytes / took / 1e9, "cpu": (session.cpu_s() - cpu) / took}
 
 
-def loaded(one: Session, keys: list[bytes], size: int) -> dict:
-    one.push_out(size)
-    if (there := one.client.lookup(keys).states.count(ON_DISK)) != len(keys):
+def loaded(session: Session, keys: list[bytes], size: int) -> dict:
+    session.push_out(size)
+    if (there := session.client.lookup(keys).states.count(ON_DISK)) != len(keys):
         raise RuntimeError(f"{there} of {len(keys)} blocks lie on disk only")
-    cpu, began = one.cpu_s(), time.perf_counter()
-    one.client.prefetch(keys)
-    with one.client.get(keys, wait_s=WAIT_S) as blocks:
+    cpu, began = session.cpu_s(), time.perf_counter()
+    session.client.prefetch(keys)
+    with session.client.get(keys, wait_s=WAIT_S) as blocks:
         took = time.perf_counter() - began
         if blocks.hits != len(keys):
-            raise RuntimeError(f"{blocks.hits} of {len(keys)} blocks were loaded: {one.figures()}")
-        return {"gb_s": len(keys) * size / took / 1e9, "cpu": (one.cpu_s() - cpu) / took}
+            raise RuntimeError(f"{blocks.hits} of {len(keys)} blocks were loaded: {session.figures()}")
+        return {"gb_s": len(keys) * size / took / 1e9, "cpu": (session.cpu_s() - cpu) / took}
 
 
 class Contenders:
@@ -104,13 +104,13 @@ class Contenders:
         options = stack.enter_context(pools(place, "huge" if "huge" in name else "", 2 * pool))
         if name == FULL:  # twice a round: what is written in one is not what has to go in it
             options = ["--disk-quota", str(2 * self.blocks * (self.size + 2 * mmap.PAGESIZE))]
-        one = self.sessions[name] = stack.enter_context(Session(place, pool, *options))
-        one.daemon.wait_faulted()
-        self.layouts[name] = one.layout(self.size)
+        session = self.sessions[name] = stack.enter_context(Session(place, pool, *options))
+        session.daemon.wait_faulted()
+        self.layouts[name] = session.layout(self.size)
         self.keys[name] = [new_keys(self.blocks) for _ in range(self.rounds)]
         if name == FULL:
             for _ in range(2):
-                written(one, new_keys(self.blocks), self.layouts[name], self.source)
+                written(session, new_keys(self.blocks), self.layouts[name], self.source)
 
     def run(self, name: str, what: str, number: int) -> dict:
         if name in FIO:
@@ -125,12 +125,12 @@ class Contenders:
                 there = self.home / f"lmcache-{number}"
                 self.lmcache[number] = lmcache(self.programs[name], there, self.size, self.blocks)
             return self.lmcache[number][what]
-        one, keys = self.sessions[name], self.keys[name][number]
+        session, keys = self.sessions[name], self.keys[name][number]
         if what == "write":
-            return written(one, keys, self.layouts[name], self.source)
-        found = loaded(one, keys, self.size)
+            return written(session, keys, self.layouts[name], self.source)
+        found = loaded(session, keys, self.size)
         if name != FULL:
-            one.client.delete(keys)
+            session.client.delete(keys)
         return found
 
 
@@ -174,13 +174,13 @@ def cell_of(name: str, taken: dict[str, list], yardstick: Yardstick) -> dict:
     processors were quiet, if there were any: the device is as fast in the others, the processor is not."""
     runs, (column, variant) = taken[name], COLUMN[name]
     ratios = {
-        other: median(own["gb_s"] / theirs["gb_s"] for own, theirs in zip(runs, taken[other], strict=True))
+        other: median(ours["gb_s"] / theirs["gb_s"] for ours, theirs in zip(runs, taken[other], strict=True))
         for other in ("fio", "LMCache")
         if other in taken and other != name
     }
     notes = [f"{ratios['LMCache']:.2f} × LMCache"] if "LMCache" in ratios and column == "kvstored" else []
     if "cpu" in runs[0]:
-        quiet = [one for one in runs if yardstick.quiet(one["pace_ns"])]
+        quiet = [run for run in runs if yardstick.quiet(run["pace_ns"])]
         notes += [cpu_of(quiet or runs), f"{len(quiet)} of {len(runs)} rounds quiet"]
         if quiet and len(quiet) < len(runs):
             notes.append(f"all: {cpu_of(runs)}")
@@ -188,15 +188,15 @@ def cell_of(name: str, taken: dict[str, list], yardstick: Yardstick) -> dict:
         "column": column,
         "variant": variant,
         "unit": "GB/s",
-        "value": round(median(one["gb_s"] for one in runs), 2),
-        "rounds": [round(one["gb_s"], 2) for one in runs],
+        "value": round(median(run["gb_s"] for run in runs), 2),
+        "rounds": [round(run["gb_s"], 2) for run in runs],
         "note": ", ".join(notes),
     } | ({"ratio": round(ratios["fio"], 2), "ratio_of": "fio"} if "fio" in ratios else {})
 
 
 def cpu_of(runs: list[dict]) -> str:
-    share = 100 * median(one["cpu"] for one in runs)
-    return f"{share:.0f} % of a core, {1000 * median(one['cpu'] / one['gb_s'] for one in runs):.0f} ms a GB"
+    share = 100 * median(run["cpu"] for run in runs)
+    return f"{share:.0f} % of a core, {1000 * median(run['cpu'] / run['gb_s'] for run in runs):.0f} ms a GB"
 
 
 def put_rows(home: Path, quick: bool) -> list[dict]:
@@ -205,20 +205,22 @@ def put_rows(home: Path, quick: bool) -> list[dict]:
     source = np.zeros(MIB, dtype=np.uint8)
     took: dict[int, list[tuple[list[float], int]]] = {WRITTEN: [], NOT_WRITTEN: []}
     yardstick = Yardstick.now()
-    with Session(home / "puts", 512 * MIB) as one:
-        one.daemon.wait_faulted()
-        layout = one.layout(MIB)
-        one.put(new_keys(1024), layout, source, NOT_WRITTEN)
+    with Session(home / "puts", 512 * MIB) as session:
+        session.daemon.wait_faulted()
+        layout = session.layout(MIB)
+        session.put(new_keys(1024), layout, source, NOT_WRITTEN)
         gc.disable()
         for _ in range(WINDOWS_QUICK if quick else WINDOWS):
             for priority, windows in took.items():
                 pace, window, until = pace_ns(), [], time.monotonic() + WINDOW_S
                 while time.monotonic() < until:
-                    window += one.put(new_keys(8), layout, source, priority)
-                one.wait(lambda: one.client.stats()["pending_writes"] == 0, "nothing waits to be written")
+                    window += session.put(new_keys(8), layout, source, priority)
+                session.wait(
+                    lambda: session.client.stats()["pending_writes"] == 0, "nothing waits to be written"
+                )
                 windows.append((window, max(pace, pace_ns())))
         gc.enable()
-        count = one.figures()["disk_written"]
+        count = session.figures()["disk_written"]
     every = {priority: [window for window, _ in windows] for priority, windows in took.items()}
     quiet = {
         priority: [window for window, pace in windows if yardstick.quiet(pace)]
@@ -251,25 +253,25 @@ def storm_rows(home: Path, quick: bool) -> list[dict]:
     rows, size = [], MIB
     pool, rounds = 256 * MIB, 5 if quick else 9
     source = np.zeros(size, dtype=np.uint8)
-    with Session(home / "storm", pool) as one:
-        one.daemon.wait_faulted()
-        layout, rates, longest, refused = one.layout(size), {"empty": [], "full": []}, 0.0, 0
+    with Session(home / "storm", pool) as session:
+        session.daemon.wait_faulted()
+        layout, rates, longest, refused = session.layout(size), {"empty": [], "full": []}, 0.0, 0
         for _ in range(rounds):
             keys = new_keys(4 * pool // size)
-            room = one.client.stats()["capacity_bytes"] * 7 // 8 // size
+            room = session.client.stats()["capacity_bytes"] * 7 // 8 // size
             for name, part in (("empty", keys[:room]), ("full", keys[pool // size :])):
-                before = one.client.stats()["no_space"]
+                before = session.client.stats()["no_space"]
                 began = time.perf_counter()
-                took = one.put(part, layout, source)
+                took = session.put(part, layout, source)
                 rates[name].append(len(part) * size / (time.perf_counter() - began) / 1e9)
-                refused += one.client.stats()["no_space"] - before
+                refused += session.client.stats()["no_space"] - before
                 longest = max(longest, *took)
                 if name == "empty":
-                    one.put(keys[room : pool // size], layout, source)
-            one.wait(lambda: one.client.stats()["pending_writes"] == 0, "nothing waits to be written")
-            one.client.delete(keys)
-            one.wait(lambda: one.figures()["disk_files"] == 0, "no file is left", 0.02)
-            figures = one.figures()
+                    session.put(keys[room : pool // size], layout, source)
+            session.wait(lambda: session.client.stats()["pending_writes"] == 0, "nothing waits to be written")
+            session.client.delete(keys)
+            session.wait(lambda: session.figures()["disk_files"] == 0, "no file is left", 0.02)
+            figures = session.figures()
     ratio = median(full / empty for full, empty in zip(rates["full"], rates["empty"], strict=True))
     cell = {
         "column": "kvstored", "variant": "", "unit": "GB/s", "value": round(median(rates["full"]), 2),

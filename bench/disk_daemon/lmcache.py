@@ -35,5 +35,5 @@ def lmcache(program: str, directory: Path, size: int, blocks: int) -> dict[str, 
     if done.returncode != 0:
         raise RuntimeError(f"lmcache: {done.stderr.strip()[-160:]}")
     found = json.loads(target.read_text())["metrics"].values()
-    taken = {one["operation"]: one["duration_p50_ms"] / 1e3 for one in found if "operation" in one}
+    taken = {row["operation"]: row["duration_p50_ms"] / 1e3 for row in found if "operation" in row}
     return {what: {"gb_s": size * blocks / taken[name] / 1e9} for what, name in OPERATIONS.items()}

@@ -30,14 +30,14 @@ def restart_rows(home: Path, quick: bool) -> list[dict]:
         (place / f"{name}.kv").write_bytes(content)
     first_ms, rates, done_ms = [], [], []
     for _ in range(ROUNDS):
-        with Session(home / "restart-run", 64 * MIB, "--disk", str(home / "restart" / "disk")) as one:
-            began = time.monotonic() - one.ready_ms / 1e3
-            one.client.lookup([bytes(32)])
+        with Session(home / "restart-run", 64 * MIB, "--disk", str(home / "restart" / "disk")) as session:
+            began = time.monotonic() - session.ready_ms / 1e3
+            session.client.lookup([bytes(32)])
             first_ms.append(1e3 * (time.monotonic() - began))
-            seen = [(time.monotonic(), one.figures())]
+            seen = [(time.monotonic(), session.figures())]
             while seen[-1][1]["disk_indexing"]:
                 select.select([], [], [], 0.02)
-                seen.append((time.monotonic(), one.figures()))
+                seen.append((time.monotonic(), session.figures()))
             done_ms.append(1e3 * (seen[-1][0] - began))
             if (found := seen[-1][1]["disk_files"]) != files:
                 raise RuntimeError(f"{found} of {files} files found")
@@ -57,24 +57,27 @@ def restart_rows(home: Path, quick: bool) -> list[dict]:
 def warm_rows(home: Path, memory_bytes: int) -> list[dict]:
     """From the end of a killed daemon until its successor hands out a block that it had sealed."""
     size = 8 * MIB
-    with Session(home / "warm", memory_bytes) as one:
-        one.daemon.wait_faulted()
-        layout, keys = one.layout(size), new_keys(memory_bytes // 4 * 3 // size)
+    with Session(home / "warm", memory_bytes) as session:
+        session.daemon.wait_faulted()
+        layout, keys = session.layout(size), new_keys(memory_bytes // 4 * 3 // size)
         for key in keys:
-            one.client.create([key], layout, priority=NOT_WRITTEN).seal(zero_rest=True)
-        held, times = one.client.lookup(keys).resident, []
+            session.client.create([key], layout, priority=NOT_WRITTEN).seal(zero_rest=True)
+        held, times = session.client.lookup(keys).resident, []
         if held != len(keys):
             raise RuntimeError(f"{held} of {len(keys)} blocks are in memory")
         for _ in range(5):
-            one.daemon.end(signal.SIGKILL)
+            session.daemon.end(signal.SIGKILL)
             began = time.monotonic()
-            one.daemon.start()
-            while one.client.lookup(keys).resident != held or one.client.get(keys[:64]).hits != min(64, held):
+            session.daemon.start()
+            while (
+                session.client.lookup(keys).resident != held
+                or session.client.get(keys[:64]).hits != min(64, held)
+            ):
                 if time.monotonic() - began > WAIT_S:
                     raise RuntimeError("the blocks did not come back")
                 select.select([], [], [], 0.001)
             times.append(1e3 * (time.monotonic() - began))
     title = f"disk tier: daemon killed with {held * size / (1 << 30):.1f} GiB sealed, until served again"
     cell = {"column": "kvstored", "variant": "", "unit": "ms", "value": round(median(times), 1),
-            "rounds": [round(one, 1) for one in times], "note": f"longest {max(times):.0f} ms"}  # fmt: skip
+            "rounds": [round(ms, 1) for ms in times], "note": f"longest {max(times):.0f} ms"}  # fmt: skip
     return [{"id": "diskd_warm", "title": title, "reach": "≤ 1 s at 16 GiB", "cells": [cell]}]

@@ -120,30 +120,30 @@ def table(result: dict) -> str:
     if looks := result.get("look-ups"):
         lines += ["| look-up, processor time | least | middle |", "|---|---|---|"]
         lines += [
-            f"| {name} | {one['least_us']:.0f} µs | {one['middle_us']:.0f} |" for name, one in looks.items()
+            f"| {name} | {us['least_us']:.0f} µs | {us['middle_us']:.0f} |" for name, us in looks.items()
         ]
         lines.append("")
     for model in ("tiny", "smollm2"):
-        if one := result.get(f"{model}, hit"):
+        if hit := result.get(f"{model}, hit"):
             lines += [
-                f"{model}, one engine: from the store {one['store_ms']:.2f} ms, from its own cache without a "
-                f"connector {one['own_ms']:.2f}: {one['ratio']:.3f} x", "",
+                f"{model}, one engine: from the store {hit['store_ms']:.2f} ms, from its own cache without a "
+                f"connector {hit['own_ms']:.2f}: {hit['ratio']:.3f} x", "",
             ]  # fmt: skip
         if costs := result.get(f"{model}, cost"):
             lines += [f"| {model}, nothing found | processor time | to that without |", "|---|---|---|"]
             lines += [
-                f"| {what}: {name} | {one['cpu_ms']:.1f} ms | {one['ratio']:.3f} |"
+                f"| {what}: {name} | {figures['cpu_ms']:.1f} ms | {figures['ratio']:.3f} |"
                 for what, part in costs.items()
-                for name, one in part.items()
+                for name, figures in part.items()
             ]
             lines.append("")
         if not (part := result.get(model)):
             continue
         lines += [f"| {model} | processor time | ratio | wall | ratio |", "|---|---|---|---|---|"]
-        for name, one in part["figures"].items():
-            ratios = [f"{one[key]:.3f}" if key in one else "" for key in ("ratio", "wall_ratio")]
+        for name, hit in part["figures"].items():
+            ratios = [f"{hit[key]:.3f}" if key in hit else "" for key in ("ratio", "wall_ratio")]
             lines.append(
-                f"| {name} | {one['cpu_ms']:.1f} ms | {ratios[0]} | {one['wall_ms']:.1f} | {ratios[1]} |"
+                f"| {name} | {hit['cpu_ms']:.1f} ms | {ratios[0]} | {hit['wall_ms']:.1f} | {ratios[1]} |"
             )
         lines += [f"\n{name} is not there: {reason}" for name, reason in part["absent"].items()] + [""]
     return "\n".join(lines)

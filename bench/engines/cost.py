@@ -36,9 +36,9 @@ def empty_of(connector):
         name: staticmethod(lambda *_, _answer=answer, **__: _answer) for name, answer in NOTHING.items()
     }
     answers["build_connector_meta"] = staticmethod(lambda output: KVConnectorMetadata())
-    one = object.__new__(type("Empty", (type(connector),), answers))
-    one.__dict__.update(connector.__dict__)
-    return one
+    empty = object.__new__(type("Empty", (type(connector),), answers))
+    empty.__dict__.update(connector.__dict__)
+    return empty
 
 
 class Switch:
@@ -49,8 +49,8 @@ class Switch:
 
         self._state = kv_transfer_state
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        own = (self._scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT)
-        self._ways = {"without": (None, None), "empty": tuple(empty_of(half) for half in own), "ours": own}
+        both = (self._scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT)
+        self._ways = {"without": (None, None), "empty": tuple(empty_of(half) for half in both), "ours": both}
 
     def to(self, way):
         self._scheduler.connector, self._state._KV_CONNECTOR_AGENT = self._ways[way]

@@ -53,12 +53,12 @@ def scheduler(directory: str, calls: int) -> dict[str, dict]:
     writer.seal()
     first, again = [], []
     for number in range(1, calls + 1):
-        one = request(number)
-        assert half.matched(one, 0) == BLOCKS * BLOCK_TOKENS
-        half.finished(one)
-        first.append(thread_ns(lambda one=one: half.matched(one, 0)))
-        again.append(thread_ns(lambda one=one: half.matched(one, 0)))
-        half.finished(one)
+        asked = request(number)
+        assert half.matched(asked, 0) == BLOCKS * BLOCK_TOKENS
+        half.finished(asked)
+        first.append(thread_ns(lambda asked=asked: half.matched(asked, 0)))
+        again.append(thread_ns(lambda asked=asked: half.matched(asked, 0)))
+        half.finished(asked)
     half.close()
     client.close()
     return {"scheduler, 500 blocks, first": figures(first), "scheduler, 500 blocks, again": figures(again)}

@@ -113,8 +113,8 @@ class Run:
         """The same 1,000 tokens: computed, from vLLM's own cache, and from the store in other engines."""
         shared, ends = self.fresh()
         first = {"prompts": [shared + ends[0]], "tokens": 1, "forget": True}
-        own = {"prompts": [shared + ends[1]], "tokens": 1}
-        cold, warm = self.ask("plain", first, own)
+        request = {"prompts": [shared + ends[1]], "tokens": 1}
+        cold, warm = self.ask("plain", first, request)
         expect(cold, 0)
         expect(warm, SHARED // BLOCK * BLOCK)
         row.setdefault("computed", []).append(cold)
@@ -142,13 +142,13 @@ class Run:
             shared, ends = self.fresh()
             made = random.Random(self._seed)
             batch = [[made.randrange(self._vocabulary) for _ in range(BATCH_PROMPT)] for _ in range(BATCH)]
-            one, many = self.ask(
+            alone, many = self.ask(
                 name,
                 {"prompts": [shared + ends[0]], "tokens": 1, "forget": True},
                 {"prompts": batch, "tokens": BATCH_TOKENS, "forget": True},
             )
-            expect(one, 0)
-            row.setdefault(f"{name} ttft", []).append(one)
+            expect(alone, 0)
+            row.setdefault(f"{name} ttft", []).append(alone)
             row.setdefault(f"{name} batch", []).append(many)
 
 
@@ -170,8 +170,8 @@ def summary(row: dict[str, list[dict]]) -> dict[str, dict[str, float]]:
     found = {}
     for name, answers in row.items():
         found[name] = {
-            "cpu_ms": 1e3 * median(one["cpu_s"] for one in answers),
-            "wall_ms": 1e3 * median(one["wall_s"] for one in answers),
+            "cpu_ms": 1e3 * median(answer["cpu_s"] for answer in answers),
+            "wall_ms": 1e3 * median(answer["wall_s"] for answer in answers),
             "rounds": len(answers),
         }
         if (base := bases.get(name)) in row:

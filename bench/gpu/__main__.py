@@ -165,7 +165,7 @@ def table(result: dict[str, Any]) -> str:
         if "not measured" in numbers:
             lines.append(f"| {row.what} | {row.reach} | *not measured*: {numbers['not measured']} |")
             continue
-        cases = "<br>".join(f"**{case}**: {words(own)}" for case, own in numbers.items())
+        cases = "<br>".join(f"**{case}**: {words(figures)}" for case, figures in numbers.items())
         lines.append(f"| {row.what} | {row.reach} | {cases} |")
     return "\n".join(lines)
 

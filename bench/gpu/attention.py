@@ -112,13 +112,13 @@ def prefill(_ceilings: dict[str, float]) -> dict[str, Any]:
         q = noise(1, HEADS, tokens, HEAD_DIM)
         k, v = (noise(1, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
         position = torch.arange(tokens, device=gpu_clock.DEVICE)[None]
-        own = Call(
+        call = Call(
             q, position, [[]], SCALE, kv_heads=KV_HEADS, tails=[cuda.segment((k[0],), (v[0],))], path=PREFILL,
             alive=(k, v),
         )  # fmt: skip
         kinds = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
         others = {name: by_torch(kind, q, k, v, "causal") for name, kind in kinds.items()}
-        took = gpu_clock.timed({"ours": [own.run], **working(others)})
+        took = gpu_clock.timed({"ours": [call.run], **working(others)})
         flop = 4 * HEADS * HEAD_DIM * tokens * (tokens + 1) / 2
         result[f"{tokens}"] = {name: {"us": us, "tflop_s": flop / us / 1e6} for name, us in took.items()}
     return result
@@ -130,8 +130,8 @@ def append(_ceilings: dict[str, float]) -> dict[str, Any]:
     context = Context(1, prefix)
     for tokens in APPEND_TOKENS:
         q = noise(1, HEADS, tokens, HEAD_DIM)
-        own = [noise(1, KV_HEADS, tokens, HEAD_DIM) for _ in range(2)]
-        k, v = (torch.cat([x, y], 2) for x, y in ((context.keys, own[0]), (context.values, own[1])))
+        appended = [noise(1, KV_HEADS, tokens, HEAD_DIM) for _ in range(2)]
+        k, v = (torch.cat([x, y], 2) for x, y in ((context.keys, appended[0]), (context.values, appended[1])))
         total = prefix + tokens
         mask = torch.ones(tokens, total, dtype=torch.bool, device=gpu_clock.DEVICE).tril(prefix)[None, None]
         others = {
@@ -145,7 +145,7 @@ def append(_ceilings: dict[str, float]) -> dict[str, Any]:
             ),
         }
         ours = {
-            f"ours {form}": [call_over(context, q, prefix, bits, PREFILL, own).run]
+            f"ours {form}": [call_over(context, q, prefix, bits, PREFILL, appended).run]
             for form, bits in FORMS.items()
         }
         result[f"{tokens}"] = {
@@ -164,13 +164,13 @@ def decode(ceilings: dict[str, float]) -> dict[str, Any]:
         ]
         took_bytes, contenders = {}, {}
         for form, bits in FORMS.items():
-            contenders[f"ours {form}"] = [call_over(own, q, tokens - 1, bits, DECODE).run for own in sets]
+            contenders[f"ours {form}"] = [call_over(kv, q, tokens - 1, bits, DECODE).run for kv in sets]
             took_bytes[f"ours {form}"] = sets[0].rows(bits)[2]
         packed = q.reshape(batch, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
         kinds = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
         for name, kind in kinds.items():
             for layout, queries in (("packed", packed), ("gqa", q)):
-                calls = [by_torch(kind, queries, own.keys, own.values, None) for own in sets]
+                calls = [by_torch(kind, queries, context.keys, context.values, None) for context in sets]
                 if working({name: calls[0]}):
                     contenders[f"{name} {layout}"] = calls
                     took_bytes[f"{name} {layout}"] = 2 * sets[0].keys.nbytes

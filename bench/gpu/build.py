@@ -57,18 +57,18 @@ def _said(*command: str) -> str:
 def ptxas(text: str) -> dict[str, dict[str, int]]:
     """By target: functions, the most registers of one, and bytes of stack and of spills, over all."""
     found: dict[str, dict[str, int]] = {}
-    own: dict[str, int] = {}
+    target: dict[str, int] = {}
     for match in FUNCTION.finditer(text):
         if match["target"]:
-            own = found.setdefault(
+            target = found.setdefault(
                 match["target"], {"functions": 0, "registers": 0, "stack_bytes": 0, "spill_bytes": 0}
             )
-            own["functions"] += 1
+            target["functions"] += 1
         elif match["registers"]:
-            own["registers"] = max(own["registers"], int(match["registers"]))
+            target["registers"] = max(target["registers"], int(match["registers"]))
         else:
-            own["stack_bytes"] += int(match["stack"])
-            own["spill_bytes"] += int(match["stores"]) + int(match["loads"])
+            target["stack_bytes"] += int(match["stack"])
+            target["spill_bytes"] += int(match["stores"]) + int(match["loads"])
     return found
 
 
@@ -77,16 +77,16 @@ def machine_code(library: Path) -> dict[str, dict[str, int]]:
     if shutil.which("cuobjdump") is None:
         return {}
     found: dict[str, dict[str, int]] = {}
-    own: dict[str, int] = {}
+    target: dict[str, int] = {}
     with subprocess.Popen(["cuobjdump", "-sass", library], stdout=subprocess.PIPE, text=True) as tool:
         assert tool.stdout is not None
         for line in tool.stdout:
             if line.startswith("arch = "):
-                own = found.setdefault(line.split()[2], {"local_instructions": 0, "hmma_instructions": 0})
+                target = found.setdefault(line.split()[2], {"local_instructions": 0, "hmma_instructions": 0})
             elif LOCAL.search(line):
-                own["local_instructions"] += 1
+                target["local_instructions"] += 1
             elif TENSOR.search(line):
-                own["hmma_instructions"] += 1
+                target["hmma_instructions"] += 1
     if tool.returncode:
         raise SystemExit(f"cuobjdump ended with {tool.returncode}")
     return found
@@ -103,11 +103,11 @@ def words(record: dict[str, Any]) -> str:
         "| target | functions, most registers | stack, spills (bytes) | LDL and STL | HMMA |",
         "|---|---|---|---|---|",
     ]
-    for target, own in record["targets"].items():
-        code = [str(own.get(name, "*not read*")) for name in ("local_instructions", "hmma_instructions")]
+    for target, figures in record["targets"].items():
+        code = [str(figures.get(name, "*not read*")) for name in ("local_instructions", "hmma_instructions")]
         lines.append(
-            f"| {target} | {own['functions']}, {own['registers']} | {own['stack_bytes']}, "
-            f"{own['spill_bytes']} | {' | '.join(code)} |"
+            f"| {target} | {figures['functions']}, {figures['registers']} | {figures['stack_bytes']}, "
+            f"{figures['spill_bytes']} | {' | '.join(code)} |"
         )
     return "\n".join(lines)
 

@@ -56,9 +56,9 @@ class Pool:
         self.places = torch.arange(0, BLOCKS * step, step, device=gpu_clock.DEVICE)
 
     def copies(self, layer: int) -> list[tuple[int, np.ndarray]]:
-        own = self.memory.reshape(BLOCKS, LAYERS, self.layer_bytes)[:, layer]
+        blocks = self.memory.reshape(BLOCKS, LAYERS, self.layer_bytes)[:, layer]
         start = self.staged[layer].data_ptr()
-        return [(start + i * self.layer_bytes, own[i]) for i in range(BLOCKS)]
+        return [(start + i * self.layer_bytes, blocks[i]) for i in range(BLOCKS)]
 
     def bring(self, layer: int) -> None:
         """Dequantised, turned and scattered: one launch."""
@@ -153,7 +153,7 @@ def awq_few_rows(ceilings: dict[str, float]) -> dict[str, Any]:
             x = torch.randn(rows, inputs, device=gpu_clock.DEVICE, dtype=torch.float16)
             took = gpu_clock.timed(
                 {
-                    "ours": [lambda own=own, x=x: cuda.awq_multiply(x, *own, None, 128) for own in sets],
+                    "ours": [lambda w=w, x=x: cuda.awq_multiply(x, *w, None, 128) for w in sets],
                     "cublas fp16": [lambda x=x, dense=dense: torch.nn.functional.linear(x, dense)],
                 }
             )
@@ -175,10 +175,10 @@ def awq_many_rows(_ceilings: dict[str, float]) -> dict[str, Any]:
     (inputs, outputs), result = AWQ_SHAPES[0], {}
     before = awq.fallbacks()
     layer = awq.AwqLinear(inputs, outputs, 128, False, torch.float16).to(gpu_clock.DEVICE)
-    own = packed_layer(inputs, outputs)
-    layer.qweight, layer.qzeros, layer.scales = own
+    weights = packed_layer(inputs, outputs)
+    layer.qweight, layer.qzeros, layer.scales = weights
     layer._in_lanes = True
-    dense = cuda.awq_dequantise(*own, 128, torch.float16)
+    dense = cuda.awq_dequantise(*weights, 128, torch.float16)
     with torch.no_grad():
         for rows in (256, 1024, 4096):
             x = torch.randn(rows, inputs, device=gpu_clock.DEVICE, dtype=torch.float16)

@@ -47,7 +47,7 @@ def us(seconds: float) -> float:
 
 def wait_up(host: hosts_here.Host) -> None:
     end = time.monotonic() + UP_S
-    while not all(one["state"] == "up" for one in host.peers().values()):
+    while not all(peer["state"] == "up" for peer in host.peers().values()):
         if time.monotonic() > end:
             raise SystemExit(f"{host.name} does not reach its peers: {host.peers()}")
         time.sleep(0.05)
@@ -120,12 +120,12 @@ def pair(tls: bool) -> Iterator[tuple[dict[str, hosts_here.Host], Any, Any, Raw]
     with hosts_here.running("a", "b", memory="640MiB", tls=tls, isolated=False) as hosts:
         wait_up(hosts["b"])
         directory = hosts["a"].dir.parent / "tls"
-        files = tuple(str(directory / one) for one in ("a.pem", "a.key", "ca.pem"))
+        files = tuple(str(directory / file) for file in ("a.pem", "a.key", "ca.pem"))
         raw = Raw("127.0.0.1", files if tls else None)  # type: ignore[arg-type]
         try:
             clients = [kvclient.connect(dir=str(host.dir)) for host in hosts.values()]
-            with clients[0] as one, clients[1] as two:
-                yield hosts, one, two, raw
+            with clients[0] as first, clients[1] as second:
+                yield hosts, first, second, raw
         finally:
             raw.close()
 
@@ -133,7 +133,7 @@ def pair(tls: bool) -> Iterator[tuple[dict[str, hosts_here.Host], Any, Any, Raw]
 def transfers(rounds: int, tls: bool, beside: list[str]) -> Iterator[dict[str, Any]]:
     kind, reach = ("raw TLS", "0.85 x") if tls else ("raw TCP", "0.9 x")
     with contextlib.ExitStack() as stack:
-        hosts, one, two, raw = stack.enter_context(pair(tls))
+        hosts, first, second, raw = stack.enter_context(pair(tls))
         pids = [host.daemon.pid for host in hosts.values() if host.daemon]
         others = {name: contenders.Contender(name) for name in beside}  # which have no TLS
         for other in others.values():
@@ -143,22 +143,22 @@ def transfers(rounds: int, tls: bool, beside: list[str]) -> Iterator[dict[str, A
         for name, tokens in SIZES.items():
             made, keys = layout(32, 8, 128, tokens), new_keys(1)
             count = made.block_bytes()
-            put(one, keys, made)
+            put(first, keys, made)
             turns = Turns(rounds, sides)
             turns.run({
-                "ours": (lambda k=keys: two.delete(k), lambda k=keys: got(two, k)),
+                "ours": (lambda k=keys: second.delete(k), lambda k=keys: got(second, k)),
                 "raw": (nothing, lambda n=count: raw.fetch(n)),
                 "raw of four": (nothing, lambda n=count: raw.fetch(n, 4)),
                 **{name: (nothing, lambda o=other, n=count: o.fetch(1, n)) for name, other in others.items()},
             })  # fmt: skip
             yield turns.row(f"one block of {name}, {kind[4:]}", f">= {reach} {kind}", "raw")
-            for client in (one, two):
+            for client in (first, second):
                 client.delete(keys)
         made, keys = layout(4, 1, 64, 4), new_keys(64)
-        put(one, keys, made)
+        put(first, keys, made)
         turns = Turns(rounds, sides)
         turns.run({
-            "ours": (lambda: two.delete(keys), lambda: got(two, keys)),
+            "ours": (lambda: second.delete(keys), lambda: got(second, keys)),
             "raw": (nothing, lambda: raw.fetch(64 * 4096)),
             **{name: (nothing, lambda o=other: o.fetch(64, 4096)) for name, other in others.items()},
         })  # fmt: skip
@@ -178,12 +178,12 @@ def got(client: Any, keys: list[bytes]) -> None:
 def first_layer(rounds: int) -> Iterator[dict[str, Any]]:
     """From a writer's mark to a reader's wait on the other host, of 32 KiB."""
     made, took = layout(32, 8, 128, 8), []
-    with pair(False) as (_, one, two, raw):
-        layout_id, turns = one.register_layout(made), 10 * rounds
+    with pair(False) as (_, first, second, raw):
+        layout_id, turns = first.register_layout(made), 10 * rounds
         for _ in range(turns):
             keys, seen = new_keys(1), []
-            with one.create(keys, layout_id) as writer:
-                thread = threading.Thread(target=follow, args=(two, keys, seen))
+            with first.create(keys, layout_id) as writer:
+                thread = threading.Thread(target=follow, args=(second, keys, seen))
                 thread.start()
                 for layer in range(made.num_layers):
                     writer[0].layer(layer)[...] = 1
@@ -216,8 +216,8 @@ def two_hosts(isolated: bool) -> Iterator[tuple[dict[str, hosts_here.Host], Any,
     with hosts_here.running("a", "b", memory="64MiB", tls=False, isolated=isolated) as hosts:
         wait_up(hosts["b"])
         clients = [kvclient.connect(dir=str(host.dir)) for host in hosts.values()]
-        with clients[0] as one, clients[1] as two:
-            yield hosts, one, two
+        with clients[0] as first, clients[1] as second:
+            yield hosts, first, second
 
 
 FATES: dict[str, Callable[[hosts_here.Host], None]] = {
@@ -233,15 +233,15 @@ def failures(rounds: int) -> Iterator[dict[str, Any]]:
     for fate, reach in (("killed", "<= 0.5 s"), ("frozen", "<= 2 s"), ("cut off", "<= 2 s")):
         took = []
         for _ in range(min(rounds, 3)):
-            with two_hosts(fate == "cut off") as (hosts, one, two):
+            with two_hosts(fate == "cut off") as (hosts, first, second):
                 if fate == "cut off" and not hosts["a"].network.isolated:
                     print(f"cut off: not measured, {hosts['a'].network.why}")
                     return
                 keys, seen = new_keys(1), []
                 gone = contextlib.suppress(Detached, Unavailable)  # the writer's own daemon is killed
-                two.register_layout(made)
-                with gone, one.create(keys, one.register_layout(made)) as writer:
-                    thread = threading.Thread(target=follow, args=(two, keys, seen))
+                second.register_layout(made)
+                with gone, first.create(keys, first.register_layout(made)) as writer:
+                    thread = threading.Thread(target=follow, args=(second, keys, seen))
                     thread.start()
                     time.sleep(0.2)
                     began = time.perf_counter()
@@ -264,7 +264,7 @@ def many(rounds: int) -> Iterator[dict[str, Any]]:
     ):
         wait_up(hosts["h0"])
         made, keys = layout(4, 1, 64, 4), new_keys(64)
-        known, lone = (kvclient.connect(dir=str(one.dir)) for one in (hosts["h0"], alone["alone"]))
+        known, lone = (kvclient.connect(dir=str(host.dir)) for host in (hosts["h0"], alone["alone"]))
         with known, lone:
             for client in (known, lone):
                 put(client, keys, made)

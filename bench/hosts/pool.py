@@ -49,20 +49,20 @@ def killed(rounds: int) -> Iterator[dict[str, Any]]:
             reader, lost = (hosts[name] for name in (*others,))
             writer = next(hosts[name] for name in "abc" if name not in others)
             clients = [kvclient.connect(dir=str(host.dir)) for host in (writer, reader)]
-            with clients[0] as one, clients[1] as two:
-                two.register_layout(BIG.to_blob())
+            with clients[0] as first, clients[1] as second:
+                second.register_layout(BIG.to_blob())
                 keys = new_keys(BLOCKS)
-                put(one, keys)
+                put(first, keys)
                 until(lambda h=writer: counted(h, "known") == BLOCKS, "all are in the pool")
                 words = [sys.executable, "-m", "kvstored", "flush", "--yes", "--dir", str(writer.dir)]
                 subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
                 lost.kill()
                 for key in keys:
                     began = time.perf_counter()
-                    with two.get([key], wait_s=10) as blocks:
+                    with second.get([key], wait_s=10) as blocks:
                         failed_reads += blocks[0] is None
                     reads.append(time.perf_counter() - began)
-                put(two, new_keys(BLOCKS))
+                put(second, new_keys(BLOCKS))
                 until(lambda h=reader: counted(h, "known") == 2 * BLOCKS, "what it read, and what it made")
                 failed_puts += counted(reader, "put_failed")
                 puts.append(counted(reader, "longest_put_ms") / 1000)

@@ -72,7 +72,7 @@ class Raw:
         part = count // streams
         parts = [self._memory[i * part : (i + 1) * part] for i in range(streams)]
         others = list(zip(self.streams, parts, strict=False))[1:]
-        threads = [threading.Thread(target=self._take, args=one) for one in others]
+        threads = [threading.Thread(target=self._take, args=task) for task in others]
         for thread in threads:
             thread.start()
         self._take(self.streams[0], parts[0])

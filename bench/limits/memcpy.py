@@ -61,7 +61,7 @@ class Copy:
             start = time.perf_counter_ns()
             self.fast.variant_copy(which, self.base + k % slots * size, ctypes.addressof(source), size)
             taken[which].append(time.perf_counter_ns() - start)
-        which, copy = min(taken, key=lambda one: median(taken[one])), self.fast.variant_copy
+        which, copy = min(taken, key=lambda variant: median(taken[variant])), self.fast.variant_copy
         name = self.fast.variant_name(which).decode()
         return (lambda to, source, n: copy(which, to, source, n)), name
 

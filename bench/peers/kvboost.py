@@ -91,10 +91,10 @@ class Boosted:
         return tokens, first[0] - start
 
 
-def agreement(own: list[int], right: list[int]) -> int:
+def agreement(left: list[int], right: list[int]) -> int:
     """How many tokens from the start are those of the plain model."""
     return next(
-        (i for i, (a, b) in enumerate(zip(own, right, strict=False)) if a != b), min(len(own), len(right))
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
     )
 
 
@@ -113,7 +113,7 @@ def measure(model, tokenizer, ids: list[int], shared: int, repeats: int) -> dict
     cells = []
     for strategy, engine in boosted.items():
         same = agreement(engine.generate(tail, NEW_TOKENS)[0], right)
-        ratio = median(own / low for own, low in zip(taken[strategy], taken["floor"], strict=True))
+        ratio = median(ours / low for ours, low in zip(taken[strategy], taken["floor"], strict=True))
         cells.append(
             {
                 "column": "kvboost",

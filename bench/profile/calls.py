@@ -38,9 +38,9 @@ def look_ups(ours: Ours) -> str:
         part.packed_keys  # noqa: B018  (a chain has just been computed when it is looked up)
     cold = [parts[i] for i in ours.rng.permutation(len(parts))[:ROUNDS]]
     lookup = ours.client.lookup
-    one = timed(lookup, [parts[0][:1]] * ROUNDS)
+    hot_us = timed(lookup, [parts[0][:1]] * ROUNDS)
     hot, far = timed(lookup, [parts[0]] * ROUNDS), timed(lookup, cold)
-    return f"one key hot {one:.2f}, {KEYS} hot {hot:.2f}, {KEYS} cold {far:.2f} µs"
+    return f"one key hot {hot_us:.2f}, {KEYS} hot {hot:.2f}, {KEYS} cold {far:.2f} µs"
 
 
 def creates(ours: Ours, layout: int, blocks: int) -> str:

@@ -32,21 +32,21 @@ def table(rows: list[dict[str, Any]], max_kl: float) -> str:
         "|---|---|---|---|---|",
     ]
     for kind in [*dict.fromkeys(row["kind"] for row in rows), "all"]:
-        own = [row for row in rows if kind in (row["kind"], "all")]
-        kl = [row["kl"] for row in own]
-        share = sum(row["recomputed"] for row in own) / max(1, sum(row["found"] for row in own))
-        beyond = sum(one > 2 * max_kl for one in kl)
-        cpu = mean(row["cpu_to_cold"] for row in own)
+        chosen = [row for row in rows if kind in (row["kind"], "all")]
+        kl = [row["kl"] for row in chosen]
+        share = sum(row["recomputed"] for row in chosen) / max(1, sum(row["found"] for row in chosen))
+        beyond = sum(value > 2 * max_kl for value in kl)
+        cpu = mean(row["cpu_to_cold"] for row in chosen)
         lines.append(
-            f"| {kind}, {len(own)} | {mean(kl):.1e}, {median(kl):.1e}, {max(kl):.1e} | {cpu:.2f} | "
-            f"{share:.0%} | {beyond} ({beyond / len(own):.1%}) |"
+            f"| {kind}, {len(chosen)} | {mean(kl):.1e}, {median(kl):.1e}, {max(kl):.1e} | {cpu:.2f} | "
+            f"{share:.0%} | {beyond} ({beyond / len(chosen):.1%}) |"
         )
     kept = [row for row in rows if row["recomputed"] < row["found"]]
-    for name, own in (("all", rows), ("those that kept stored tokens", kept)):
-        if spreads := [row["spread"] for row in own if "spread" in row]:
-            kl = mean(row["kl"] for row in own)
+    for name, chosen in (("all", rows), ("those that kept stored tokens", kept)):
+        if spreads := [row["spread"] for row in chosen if "spread" in row]:
+            kl = mean(row["kl"] for row in chosen)
             said = f"{kl:.1e}, {kl / mean(spreads):.2f} times the {mean(spreads):.1e} of two correct runs"
-            lines.append(f"\n{name}, {len(own)}: {said}")
+            lines.append(f"\n{name}, {len(chosen)}: {said}")
     return "\n".join(lines)
 
 

@@ -61,15 +61,15 @@ class Subject:
                 with kv.limited(publish_tokens=0):
                     out, own_s = self._generate(case.ids + question)
                 cache = getattr(out, "past_key_values", None) or out.cache
-                own, _ = self._said(cache.layers, len(case.ids) - 1, rest, len(answer))
-                kl = (said.exp() * (said - own)).sum(-1).clamp_min(0)
+                scores, _ = self._said(cache.layers, len(case.ids) - 1, rest, len(answer))
+                kl = (said.exp() * (said - scores)).sum(-1).clamp_min(0)
                 report = kv.last
                 row = {
                     "case": case.key, "kind": case.kind, "question": number, "names": case.names,
                     "tokens": report.prompt_tokens, "exact": report.reused_tokens,
                     "found": report.approximate_tokens, "recomputed": report.recomputed_tokens,
                     "estimated": report.estimated_kl, "kl": float(kl.mean()), "worst": float(kl.max()),
-                    "top1": float((said.argmax(-1) == own.argmax(-1)).float().mean()),
+                    "top1": float((said.argmax(-1) == scores.argmax(-1)).float().mean()),
                     "cpu_to_cold": own_s / (cold_s + question_s),
                 }  # fmt: skip
                 if stretched is not None:
@@ -89,10 +89,10 @@ class Subject:
     def _said(self, layers: Any, columns: int, rest: list[int], answer: int) -> tuple[Any, float]:
         """(log-probabilities of the answer's tokens behind these layers' first columns, CPU seconds)."""
         cache = self.cache_type(config=self.model.config)
-        for own, layer in zip(cache.layers, layers, strict=True):
+        for kept, layer in zip(cache.layers, layers, strict=True):
             keys, values = layer.keys[:, :, :columns].clone(), layer.values[:, :, :columns].clone()
-            own.lazy_initialization(keys, values)
-            own.keys, own.values = keys, values
+            kept.lazy_initialization(keys, values)
+            kept.keys, kept.values = keys, values
         began = time.process_time()
         with self.torch.no_grad():
             logits = self.model(

@@ -69,10 +69,10 @@ class Subject:
         self.texts = [self.encode((ROOT / name).read_text()) for name in names]
         self.code = self.encode(Path(inspect.getfile(argparse)).read_text())
 
-    def generate(self, ids: list[int], plain: bool = False, **given: Any) -> tuple[Any, float]:
+    def generate(self, ids: list[int], plain: bool = False, **more: Any) -> tuple[Any, float]:
         """(what generate() answers, CPU seconds)."""
         rows = self.torch.tensor([ids])
-        options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **given}
+        options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **more}
         call = type(self.model).generate.__get__(self.model) if plain else self.model.generate
         with self.without(self.model) if plain else contextlib.nullcontext():
             began = time.process_time()
@@ -117,9 +117,9 @@ class Subject:
         return torch.cat([logits.reshape(1, -1).float(), rest.float()]).log_softmax(-1)
 
     @staticmethod
-    def far(said: Any, own: Any) -> float:
+    def far(said: Any, other: Any) -> float:
         """Mean KL."""
-        return float((said.exp() * (said - own)).sum(-1).mean())
+        return float((said.exp() * (said - other)).sum(-1).mean())
 
     def measured(
         self, ids: list[int], following: list[int] | None = None, only: str | None = None
@@ -131,8 +131,8 @@ class Subject:
         def far(logits: Any, cache: Any, plain: bool = False) -> dict[str, float]:
             if following is None:
                 return {}
-            own = self.said(logits, cache, following[:POSITIONS], plain)
-            return {"kl": self.far(said, own)}
+            scores = self.said(logits, cache, following[:POSITIONS], plain)
+            return {"kl": self.far(said, scores)}
 
         if following is not None:
             said = self.said(cold.logits[0], cold.past_key_values, following[:POSITIONS], plain=True)
@@ -154,8 +154,8 @@ class Subject:
         if self.boosted is not None:
             with self.without(self.model):
                 logits, cache, own_s, found = self.boosted.first(ids)
-            own = {"repair": "kvboost", "ttft_to_hf": own_s / cold_s, "hf_s": cold_s, "exact": found}
-            rows.append(own | {"approximate": 0, "recomputed": 0} | far(logits, cache, plain=True))
+            row = {"repair": "kvboost", "ttft_to_hf": own_s / cold_s, "hf_s": cold_s, "exact": found}
+            rows.append(row | {"approximate": 0, "recomputed": 0} | far(logits, cache, plain=True))
         return rows
 
 
@@ -278,8 +278,8 @@ def window(subject: Subject) -> Iterator[dict[str, Any]]:
             fed = start + WINDOW_POSITIONS - 1
             said += [cache.feed([token]) for token in text[start:fed]]
             true = cold[len(far) * WINDOW_POSITIONS :][:WINDOW_POSITIONS]
-            own = torch.stack(said).log_softmax(-1)
-            far.append(float((true.exp() * (true - own)).sum(-1).mean()))
+            scores = torch.stack(said).log_softmax(-1)
+            far.append(float((true.exp() * (true - scores)).sum(-1).mean()))
             sizes.append(cache.held)
         yield {
             "case": f"window {recent}+{older}", "kl_of_turns": " ".join(f"{kl:.1e}" for kl in far),
@@ -356,13 +356,13 @@ def main() -> None:
         subject = Subject(chosen.dtype, client, repairs, chosen.kvboost)
         subject.generate(subject.code[:150], plain=True)  # whatever torch does once
         for name in chosen.case or CASES:
-            given: tuple[Any, ...] = ()
+            options: tuple[Any, ...] = ()
             if name == "document":
                 sizes = chosen.tokens or ([1000] if chosen.quick else [1000, 2000])
-                given = ((1, 64) if chosen.quick else SHIFTS, sizes)
+                options = ((1, 64) if chosen.quick else SHIFTS, sizes)
             elif name == "swapped" and chosen.tokens:
-                given = (chosen.tokens,)
-            for row in (CASES | ONLY_ASKED)[name](subject, *given):
+                options = (chosen.tokens,)
+            for row in (CASES | ONLY_ASKED)[name](subject, *options):
                 rows.append(row)
                 say(", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     if chosen.json:

@@ -45,16 +45,16 @@ def queries(subject: Any) -> Iterator[dict[str, Any]]:
     ratios: list[list[float]] = [[] for _ in hundreds]
     found: list[list[float]] = [[] for _ in hundreds]
     theirs: list[list[float]] = [[] for _ in hundreds]
-    own, boosted = subject.client, subject.boosted
+    store, boosted = subject.client, subject.boosted
     if boosted is not None:
         boosted.fresh(STORE_MIB << 20, chunk_size=BLOCK_TOKENS)
     with daemon(f"{STORE_MIB}MiB") as home, kvclient.connect(dir=home) as client:
         subject.client = client
         subject.reattach("queries", block_tokens=BLOCK_TOKENS)
         for number in range(QUERIES):
-            one, two = chance.choices(documents, weights, k=2)
+            first, second = chance.choices(documents, weights, k=2)
             at = chance.randrange(len(whole) - 100)
-            ids = whole[at : at + chance.randrange(10, 40)] + one + two + whole[at + 50 : at + 70]
+            ids = whole[at : at + chance.randrange(10, 40)] + first + second + whole[at + 50 : at + 70]
             _, own_s = subject.generate(ids)
             report = subject.kv.last
             found[number // 100].append((report.approximate_tokens + report.reused_tokens) / len(ids))
@@ -68,7 +68,7 @@ def queries(subject: Any) -> Iterator[dict[str, Any]]:
                 if boosted_s:
                     theirs[number // 100].append(plain_s / boosted_s)
         evictions = client.stats()["evictions"]
-        subject.client = own
+        subject.client = store
         subject.reattach("after queries")
     gains = [mean(each) for each in ratios]
     row = {
@@ -86,7 +86,7 @@ def far(subject: Any) -> Iterator[dict[str, Any]]:
     from kvclient.hf.engine.window import Window, WindowCache
 
     torch = subject.torch
-    text = [token for one in (*subject.texts, subject.code) for token in one]
+    text = [token for tokens in (*subject.texts, subject.code) for token in tokens]
     text = (text * (FAR_TOKENS // len(text) + 1))[:FAR_TOKENS]
     cache = WindowCache(subject.model, Window(recent=512, older=2048))
     fed = 0
@@ -98,11 +98,12 @@ def far(subject: Any) -> Iterator[dict[str, Any]]:
         seen = text[max(0, fed - FAR_SEEN) : fed]
         with torch.no_grad(), subject.without(subject.model):
             cold = subject.model(torch.tensor([seen]), logits_to_keep=FAR_POSITIONS).logits[0].log_softmax(-1)
-        own = torch.stack(said).log_softmax(-1)
+        scores = torch.stack(said).log_softmax(-1)
         held = cache.held
         yield {
-            "case": f"conversation at {stop} tokens", "kl": float((cold.exp() * (cold - own)).sum(-1).mean()),
-            "same_top1": float((cold.argmax(-1) == own.argmax(-1)).float().mean()),
+            "case": f"conversation at {stop} tokens",
+            "kl": float((cold.exp() * (cold - scores)).sum(-1).mean()),
+            "same_top1": float((cold.argmax(-1) == scores.argmax(-1)).float().mean()),
             "kib": held.bytes >> 10, "dropped": held.dropped_tokens,
         }  # fmt: skip
 
@@ -189,10 +190,10 @@ def rounding(subject: Any) -> Iterator[dict[str, Any]]:
             ways = {"cold": True, "stretches": True, "eager": True, "reused": False}
             said = {"fp32": logits.log_softmax(-1)}
             for way, plain in ways.items():
-                given = {"prefill_chunk_size": STRETCH} if way == "stretches" else {}
+                options = {"prefill_chunk_size": STRETCH} if way == "stretches" else {}
                 eager = _eager(subject.model) if way == "eager" else contextlib.nullcontext()
                 with subject.kv.bypass(read=False), eager:
-                    out, _ = subject.generate(ids, plain, **given)
+                    out, _ = subject.generate(ids, plain, **options)
                     said[way] = subject.said(out.logits[0], out.past_key_values, following, plain)
             pairs = [("fp32", way) for way in ways] + [("cold", way) for way in ways if way != "cold"]
             rows.append({f"kl_{a}_{b}": subject.far(said[a], said[b]) for a, b in pairs})
@@ -227,13 +228,13 @@ def codecs(subject: Any) -> Iterator[dict[str, Any]]:
             for name in kls:
                 with subject.kv.bypass(read=False):
                     out, _ = subject.generate(prompt)
-                own = subject.said(out.logits[0], out.past_key_values, behind)
-                kls[name].append(float((said.exp() * (said - own)).sum(-1).mean()))
+                scores = subject.said(out.logits[0], out.past_key_values, behind)
+                kls[name].append(float((said.exp() * (said - scores)).sum(-1).mean()))
                 last = subject.kv._model_state.served.sinks.last
                 subject.client.delete(subject.kv.chunker.chain(last.identity, prompt)[3:])
         bytes_ratio = codec.bytes_per_token(3, 64) / (2 * 3 * 64 * 2)
         yield {
             "case": f"int{codec.bits}, groups of {codec.group}", "bytes_to_bf16": bytes_ratio,
-            "full_tokens": subject.kv.stats["full_tokens"], **{name: mean(own) for name, own in kls.items()},
+            "full_tokens": subject.kv.stats["full_tokens"], **{name: mean(kl) for name, kl in kls.items()},
         }  # fmt: skip
     subject.reattach("after codecs")

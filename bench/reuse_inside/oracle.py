@@ -31,11 +31,11 @@ class Pass:
 
     def __init__(self, subject: Any, texts: dict[str, list[int]], pair: tuple[Any, ...]) -> None:
         self.torch = subject.torch
-        source, before, two, one, behind = parts_of(texts, SIZE, *pair)
+        source, before, second, first, behind = parts_of(texts, SIZE, *pair)
         live = behind[: QUESTION + POSITIONS - 1]
         self.model = subject.model.model
         self.head = subject.model.lm_head
-        ids = before + two + one + live
+        ids = before + second + first + live
         start = len(before)
         self.first, self.last = (start, start + SIZE), (start + SIZE, start + 2 * SIZE)
         self.length, self.said_from = len(ids), self.last[1] + QUESTION - 1
@@ -59,25 +59,25 @@ class Pass:
         hidden = self.model.embed_tokens(torch.tensor([ids]))
         cos, sin = self.model.rotary_emb(hidden, torch.arange(rows)[None])
         for index, layer in enumerate(self.model.layers):
-            own = layer.self_attn
+            attention = layer.self_attn
             x = layer.input_layernorm(hidden)
             q, k, v = (
-                project(x).view(rows, -1, own.head_dim).transpose(0, 1)
-                for project in (own.q_proj, own.k_proj, own.v_proj)
+                project(x).view(rows, -1, attention.head_dim).transpose(0, 1)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
             k, v = mix(index, torch.stack([k, v]))
-            half = own.head_dim // 2
+            half = attention.head_dim // 2
             q, k = (a * cos[0] + torch.cat([-a[..., half:], a[..., :half]], -1) * sin[0] for a in (q, k))
             k, v = (a.repeat_interleave(len(q) // len(a), 0) for a in (k, v))  # else torch's slow path
             out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
-            hidden = hidden + own.o_proj(out[0].transpose(0, 1).reshape(1, rows, -1))
+            hidden = hidden + attention.o_proj(out[0].transpose(0, 1).reshape(1, rows, -1))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return self.head(self.model.norm(hidden[0, getattr(self, "said_from", rows) :])).log_softmax(-1)
 
     def far(self, mix: Callable[[int, Any], Any]) -> Any:
         """KL at each position of the continuation."""
-        own = self._run(self.ids, mix)
-        return (self.cold.exp() * (self.cold - own)).sum(-1)
+        scores = self._run(self.ids, mix)
+        return (self.cold.exp() * (self.cold - scores)).sum(-1)
 
     def weights(self, chosen: Any) -> Any:
         """1 for live columns, `chosen` for the reused ones."""
@@ -124,12 +124,12 @@ def best(torch: Any, far: Callable[[Any], Any], count: int) -> tuple[Any, Any]:
                 middle = (low + high) / 2
                 more = torch.sigmoid((score - middle) / sharp)[:-RECENCY].sum() > count - RECENCY
                 low, high = (middle, high) if more else (low, middle)
-        own = score.clone().requires_grad_()
-        far(torch.maximum(torch.sigmoid((own - low) / sharp), always))[FITTED].mean().backward()
-        gradient = own.grad[:-RECENCY]
+        raised = score.clone().requires_grad_()
+        far(torch.maximum(torch.sigmoid((raised - low) / sharp), always))[FITTED].mean().backward()
+        gradient = raised.grad[:-RECENCY]
         speed[:-RECENCY] = MOMENTUM * speed[:-RECENCY] - gradient / gradient.pow(2).mean().sqrt()
         score = score + RATE * sharp * speed
-    return min(found, key=lambda one: float(one[1][FITTED].mean()))
+    return min(found, key=lambda result: float(result[1][FITTED].mean()))
 
 
 def oracle(subject: Any) -> Iterator[dict[str, Any]]:
@@ -140,9 +140,9 @@ def oracle(subject: Any) -> Iterator[dict[str, Any]]:
     texts, every = texts_of(subject), []
     for pair in PAIRS:
         with torch.no_grad(), subject.without(subject.model):
-            one = Pass(subject, texts, pair)
-            row = _parts(one)
-        chosen, kl = best(torch, one.recomputed, round(SHARE * 2 * SIZE))
+            parts = Pass(subject, texts, pair)
+            row = _parts(parts)
+        chosen, kl = best(torch, parts.recomputed, round(SHARE * 2 * SIZE))
         row |= {"chosen, fitted": float(kl[FITTED].mean()), "chosen, others": float(kl[HELD].mean())}
         row["chosen in the last"] = float(chosen[SIZE:].mean())
         every.append(row)
@@ -151,9 +151,9 @@ def oracle(subject: Any) -> Iterator[dict[str, Any]]:
     yield {"case": f"oracle: {len(PAIRS)} pairs", **means}
 
 
-def _parts(one: Pass) -> dict[str, float]:
-    torch, total, layers = one.torch, 2 * SIZE, len(one.stale)
-    heads = one.stale[0].shape[1]
+def _parts(parts: Pass) -> dict[str, float]:
+    torch, total, layers = parts.torch, 2 * SIZE, len(parts.stale)
+    heads = parts.stale[0].shape[1]
     last = torch.zeros(total)
     last[SIZE:] = 1
 
@@ -171,6 +171,6 @@ def _parts(one: Pass) -> dict[str, float]:
     } | {f"last, head {head}": of(every, every, head) for head in range(heads)}  # fmt: skip
     evenly = torch.zeros(total)
     evenly[:: round(1 / SHARE)] = 1
-    rows = {name: float(one.put_in(weights).mean()) for name, weights in chosen.items()}
+    rows = {name: float(parts.put_in(weights).mean()) for name, weights in chosen.items()}
     again = {"evenly recomputed": evenly, "last document recomputed": last}
-    return rows | {name: float(one.recomputed(weights).mean()) for name, weights in again.items()}
+    return rows | {name: float(parts.recomputed(weights).mean()) for name, weights in again.items()}

@@ -28,13 +28,13 @@ class Boosted:
         from kvboost import KVBoost
 
         logging.getLogger("kvboost").setLevel(logging.ERROR)
-        self._make = lambda **given: KVBoost(model, tokenizer, device="cpu", **given)
+        self._make = lambda **options: KVBoost(model, tokenizer, device="cpu", **options)
         self._model = model
         self.fresh()
 
-    def fresh(self, max_cache_bytes: int = CACHE_BYTES, **given: Any) -> None:
+    def fresh(self, max_cache_bytes: int = CACHE_BYTES, **options: Any) -> None:
         """Forgets all."""
-        self._engine = self._make(max_cache_bytes=max_cache_bytes, **given)
+        self._engine = self._make(max_cache_bytes=max_cache_bytes, **options)
         self._engine._encode = list  # of the "text" that is its tokens
         self._kept: list[Any] = []
         normal = self._engine._normalize_past_kv

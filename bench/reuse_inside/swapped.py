@@ -103,21 +103,21 @@ def parts_of(
     """
     start = min(start, len(texts[last]) - size - QUESTION - POSITIONS)
     other_start = min(other_start, len(texts[other]) - size)
-    one = texts[last][start : start + size]
-    two = texts[other][other_start : other_start + size]
+    first = texts[last][start : start + size]
+    second = texts[other][other_start : other_start + size]
     behind, before = texts[last][start + size :], texts[around][200:233]
-    return texts[around][:40] + one + two + texts[around][100:160], before, two, one, behind
+    return texts[around][:40] + first + second + texts[around][100:160], before, second, first, behind
 
 
 def _pair(subject: Any, texts: dict[str, list[int]], size: int, *pair: Any) -> list[dict[str, Any]]:
-    source, before, two, one, behind = parts_of(texts, size, *pair)
+    source, before, second, first, behind = parts_of(texts, size, *pair)
     following = behind[QUESTION : QUESTION + POSITIONS]
     subject.fresh()
     subject.store(source)
-    rows = subject.measured(before + two + one + behind[:QUESTION], behind[QUESTION:])
+    rows = subject.measured(before + second + first + behind[:QUESTION], behind[QUESTION:])
     said = [
         subject.said(out.logits[0], out.past_key_values, following, plain=True)
-        for ids in (before + two + one, before + one)
+        for ids in (before + second + first, before + first)
         for out, _ in [subject.generate(ids + behind[:QUESTION], plain=True)]
     ]
     without = subject.far(*said)
@@ -127,5 +127,5 @@ def _pair(subject: Any, texts: dict[str, list[int]], size: int, *pair: Any) -> l
 def averaged(case: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Per repair the means over the rows."""
     for name in dict.fromkeys(row["repair"] for row in rows):
-        own = [{k: v for k, v in row.items() if k != "repair"} for row in rows if row["repair"] == name]
-        yield {"case": case, "repair": name, **{key: mean(row[key] for row in own) for key in own[0]}}
+        same = [{k: v for k, v in row.items() if k != "repair"} for row in rows if row["repair"] == name]
+        yield {"case": case, "repair": name, **{key: mean(row[key] for row in same) for key in same[0]}}

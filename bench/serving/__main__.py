@@ -44,19 +44,19 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, default=OUT / "serving.json")
     parser.add_argument("--add", action="store_true", help="to what the JSON file has, instead of anew")
-    given = parser.parse_args()
-    model = given.model or _example()
+    args = parser.parse_args()
+    model = args.model or _example()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     prompts = loads.Prompts(lambda text: len(tokenizer(text)["input_ids"]))
     out: dict[str, Any] = {"machine": machine.describe(), "model": model.name, "rounds": [], "own": {}}
-    if given.add and given.json.exists():
-        out = earlier(json.loads(given.json.read_text()), out)
-    for round_ in range(given.rounds):
-        for name in given.contenders:
-            row = {"contender": name, "round": round_, **_measured(name, model, prompts, round_, given.loads)}
+    if args.add and args.json.exists():
+        out = earlier(json.loads(args.json.read_text()), out)
+    for round_ in range(args.rounds):
+        for name in args.contenders:
+            row = {"contender": name, "round": round_, **_measured(name, model, prompts, round_, args.loads)}
             add(out["rounds"], row)
-            given.json.parent.mkdir(parents=True, exist_ok=True)
-            given.json.write_text(json.dumps(out, indent=1) + "\n")
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(out, indent=1) + "\n")
             print(json.dumps(row), file=sys.stderr, flush=True)
     rows = {
         "servers": lambda: own.shared_between_servers(model, prompts, 0),
@@ -65,12 +65,12 @@ def main() -> int:
         "at-once": lambda: own.at_once(model),
         "hang-up": lambda: own.hang_up(model, prompts, 0),
     }
-    out["own"] |= {name: _own(rows[name]) for name in given.own}
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(out, indent=1) + "\n")
+    out["own"] |= {name: _own(rows[name]) for name in args.own}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(out, indent=1) + "\n")
     print(table(out))
     if any({*LOADS} & row.keys() for row in out["rounds"]):
-        print(plot(out, given.json.with_suffix(".png")))
+        print(plot(out, args.json.with_suffix(".png")))
     return 0
 
 

@@ -39,10 +39,10 @@ def chat(url: str, model: str, prompt: str, new_tokens: int, **more: Any) -> Ans
     began = last = time.perf_counter()
     try:
         connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=TIMEOUT_S)
-        with contextlib.closing(connection) as one:
+        with contextlib.closing(connection) as link:
             headers = {"Content-Type": "application/json"}
-            one.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            answer = one.getresponse()
+            link.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            answer = link.getresponse()
             out.status = answer.status
             if answer.status != 200:
                 out.error = answer.read(300).decode(errors="replace")

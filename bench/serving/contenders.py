@@ -38,9 +38,9 @@ class NotThere(Exception):
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Ours:
@@ -80,14 +80,14 @@ class Ours:
 
 @contextlib.contextmanager
 def ours(model: Path, home: Path) -> Iterator[Served]:
-    own = Ours(model, home / "ours")
-    own.run.parent.mkdir(parents=True, exist_ok=True)
-    own.start_daemon("--discard")
+    started = Ours(model, home / "ours")
+    started.run.parent.mkdir(parents=True, exist_ok=True)
+    started.start_daemon("--discard")
     try:
-        with own.server() as server:
+        with started.server() as server:
             yield server
     finally:
-        own.stop_daemon()
+        started.stop_daemon()
 
 
 @contextlib.contextmanager

@@ -45,11 +45,11 @@ def together(targets: Sequence[tuple[Served, str, int]], model: str) -> list[Ans
     """All at once, each (server, prompt, new tokens) in a thread."""
     out: list[Answer] = [Answer() for _ in targets]
 
-    def one(index: int) -> None:
+    def ask(index: int) -> None:
         server, prompt, new = targets[index]
         out[index] = chat(server.url, model, prompt, new)
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(targets))]
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(targets))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -82,22 +82,22 @@ def eight(
 ) -> dict[str, Any]:
     """b and c; over several servers by turns."""
     common = prompts.of(SHARED, ("b", seed)) + " " if shared else ""
-    own = OWN if shared else UNSHARED
+    dialogue = OWN if shared else UNSHARED
     asked = [
-        (servers[i % len(servers)], common + prompts.of(own, ("own", seed, i)) + QUESTION, new)
+        (servers[i % len(servers)], common + prompts.of(dialogue, ("own", seed, i)) + QUESTION, new)
         for i in range(8)
     ]  # fmt: skip
     before = sum(server.cpu_s() for server in servers)
     said = together(asked, model)
-    for one in said:
-        _check(one)
-    wall = max(one.total_s for one in said)
-    times = sorted(one.ttft_s for one in said)
+    for reply in said:
+        _check(reply)
+    wall = max(reply.total_s for reply in said)
+    times = sorted(reply.ttft_s for reply in said)
     return {
         "ttft_p50_s": statistics.median(times), "ttft_p99_s": times[-1], "wall_s": wall,
-        "tokens_per_s": sum(one.tokens for one in said) / wall,
+        "tokens_per_s": sum(reply.tokens for reply in said) / wall,
         "cpu_s": sum(server.cpu_s() for server in servers) - before,
-        "cached": sum(one.cached or 0 for one in said),
+        "cached": sum(reply.cached or 0 for reply in said),
     }  # fmt: skip
 
 
@@ -111,9 +111,9 @@ def tiny(server: Served, model: str, beside: int, count: int) -> dict[str, Any]:
             with lock:
                 if next(left, None) is None:
                     return
-            one = chat(server.url, model, "Hello there.", 1)
+            reply = chat(server.url, model, "Hello there.", 1)
             with lock:
-                said.append(one)
+                said.append(reply)
 
     threads = [threading.Thread(target=client) for _ in range(beside)]
     began = time.perf_counter()
@@ -122,10 +122,10 @@ def tiny(server: Served, model: str, beside: int, count: int) -> dict[str, Any]:
     for thread in threads:
         thread.join()
     wall = time.perf_counter() - began
-    for one in said:
-        _check(one)
+    for reply in said:
+        _check(reply)
     return {"requests_per_s": count / wall, "cpu_ms": 1000 * (server.cpu_s() - before) / count,
-            "ttft_p50_s": statistics.median(one.ttft_s or one.total_s for one in said)}  # fmt: skip
+            "ttft_p50_s": statistics.median(reply.ttft_s or reply.total_s for reply in said)}  # fmt: skip
 
 
 def _check(said: Answer) -> None:

@@ -27,37 +27,37 @@ WATCH_S = 3.0
 def shared_between_servers(model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
     """Cold on one server, warm on another; then after both and the daemon were restarted."""
     with tempfile.TemporaryDirectory(prefix="kvstored-bench-") as home:
-        own = Ours(model, Path(home))
-        own.start_daemon()
+        store = Ours(model, Path(home))
+        store.start_daemon()
         try:
-            with own.server() as first, own.server() as second:
+            with store.server() as first, store.server() as second:
                 text = prompts.of(LONG, ("own", seed))
                 cold = _asked(first, model, text)
                 other = _asked(second, model, text)
-            own.stop_daemon()
-            own.start_daemon("--discard")
-            with own.server() as third:
+            store.stop_daemon()
+            store.start_daemon("--discard")
+            with store.server() as third:
                 again = _asked(third, model, text)
         finally:
-            own.stop_daemon()
+            store.stop_daemon()
     return _ratios(cold, {"another_servers": other, "after_restart": again})
 
 
 def from_disk(model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
     """Cold, then on a server and a daemon that find the blocks on disk only."""
     with tempfile.TemporaryDirectory(prefix="kvstored-bench-") as home:
-        own = Ours(model, Path(home), disk=Path(home) / "disk")
-        own.start_daemon()
+        store = Ours(model, Path(home), disk=Path(home) / "disk")
+        store.start_daemon()
         try:
-            with own.server() as first:
+            with store.server() as first:
                 text = prompts.of(LONG, ("disk", seed))
                 cold = _asked(first, model, text)
-            own.stop_daemon()
-            own.start_daemon("--fresh", "--discard")
-            with own.server() as second:
+            store.stop_daemon()
+            store.start_daemon("--fresh", "--discard")
+            with store.server() as second:
                 disk = _asked(second, model, text)
         finally:
-            own.stop_daemon()
+            store.stop_daemon()
     return _ratios(cold, {"from_disk": disk})
 
 
@@ -66,15 +66,15 @@ def split_over_two(model: Path, prompts: Prompts, seed: object) -> dict[str, Any
     prompts that each computed, and its passes.
     """
     with tempfile.TemporaryDirectory(prefix="kvstored-bench-") as home:
-        own = Ours(model, Path(home))
-        own.start_daemon("--discard")
+        store = Ours(model, Path(home))
+        store.start_daemon("--discard")
         try:
-            with own.server() as first, own.server() as second:
-                one = _counted([first], model, prompts, (seed, "one"))
+            with store.server() as first, store.server() as second:
+                alone = _counted([first], model, prompts, (seed, "one"))
                 two = _counted([first, second], model, prompts, (seed, "two"))
         finally:
-            own.stop_daemon()
-    return {"one": one, "two": two, "cpu_ratio": two["cpu_s"] / one["cpu_s"]}
+            store.stop_daemon()
+    return {"one": alone, "two": two, "cpu_ratio": two["cpu_s"] / alone["cpu_s"]}
 
 
 def _counted(servers: list[Served], model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
@@ -101,17 +101,17 @@ def hang_up(model: Path, prompts: Prompts, seed: object) -> dict[str, Any]:
     """
     out = {}
     with tempfile.TemporaryDirectory(prefix="kvstored-bench-") as home:
-        own = Ours(model, Path(home))
-        own.start_daemon("--discard")
+        store = Ours(model, Path(home))
+        store.start_daemon("--discard")
         try:
-            with own.server() as server:
+            with store.server() as server:
                 chat(server.url, model.name, "Hi", 4)
                 idle = _cpu_of(server, WATCH_S)
                 for name, stream in (("streamed", True), ("whole", False)):
                     leave(server.url, model.name, prompts.of(64, ("gone", seed, name)), stream)
                     out[f"{name}_cpu_s"] = _cpu_of(server, WATCH_S) - idle
         finally:
-            own.stop_daemon()
+            store.stop_daemon()
     return out
 
 

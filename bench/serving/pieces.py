@@ -20,10 +20,10 @@ def earlier(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 def add(rounds: list[dict[str, Any]], row: dict[str, Any]) -> None:
     """Into the first round of its contender that has none of its loads, or as one more."""
-    loads, own = {*LOADS} & row.keys(), [one for one in rounds if one["contender"] == row["contender"]]
-    for one in own:
-        if loads and not loads & one.keys() and "not_there" not in one:
-            one.update({name: value for name, value in row.items() if name in loads or name not in one})
-            one["pss_mib"], one["pool_mib"] = row["pss_mib"], row["pool_mib"]
+    loads, same = {*LOADS} & row.keys(), [other for other in rounds if other["contender"] == row["contender"]]
+    for other in same:
+        if loads and not loads & other.keys() and "not_there" not in other:
+            other.update({name: value for name, value in row.items() if name in loads or name not in other})
+            other["pss_mib"], other["pool_mib"] = row["pss_mib"], row["pool_mib"]
             return
-    rounds.append({**row, "round": len(own)})
+    rounds.append({**row, "round": len(same)})

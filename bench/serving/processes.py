@@ -90,7 +90,7 @@ def _family(pid: int) -> list[int]:
     out = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in _lines(str(task)):
-            out += [one for own in child.split() for one in _family(int(own))]
+            out += [member for child in child.split() for member in _family(int(child))]
     return out
 
 

@@ -60,5 +60,5 @@ def _cell(rows: list[dict[str, Any]], read: Callable[[dict[str, Any]], Any], for
 
 def _rounded(told: Any) -> Any:
     if isinstance(told, dict):
-        return {name: _rounded(one) for name, one in told.items()}
+        return {name: _rounded(value) for name, value in told.items()}
     return round(told, 3) if isinstance(told, float) else told

@@ -175,15 +175,15 @@ def table(found: dict) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        good = [one for one in row["plain"] if "absent" not in one]
+        good = [run for run in row["plain"] if "absent" not in run]
         if not good:
             lines.append(f"| {row['limit_gib']:g} GiB | {row['plain'][0]['absent']} | | | | | | |")
             continue
-        rate = median(one["tokens_per_s"] for one in good)
+        rate = median(run["tokens_per_s"] for run in good)
         held, moved = good[0]["bytes_held"] / 2**20, good[0]["bytes_per_pass"] / 2**20
         disk = median(row["fio"]) if row["fio"] else None
-        share = median(one["bytes_per_s"] for one in good) / disk if disk and moved else None
-        peak = max((one["peak"] or 0) for one in good) / 2**20
+        share = median(run["bytes_per_s"] for run in good) / disk if disk and moved else None
+        peak = max((run["peak"] or 0) for run in good) / 2**20
         cells = [f"{row['limit_gib']:g} GiB", f"{held:,.0f} / {moved:,.0f} MiB", f"{rate:.2f}"]
         cells += [f"{share:.2f} of {disk / 1e9:.2f} GB/s" if share else "-", f"{peak:,.0f} MiB"]
         cells += [_draft(row, disk, moved), _other(row["llama"], rate), _other(row["accelerate"], rate)]
@@ -193,19 +193,19 @@ def table(found: dict) -> str:
 
 
 def _draft(row: dict, disk: float | None, moved: float) -> str:
-    own = row["draft"]
-    if own is None or "absent" in own:
-        return "-" if own is None else own["absent"]
-    text = f"{own['tokens_per_s']:.2f}/s, {own['tokens_per_pass']:.1f} a pass"
+    draft = row["draft"]
+    if draft is None or "absent" in draft:
+        return "-" if draft is None else draft["absent"]
+    text = f"{draft['tokens_per_s']:.2f}/s, {draft['tokens_per_pass']:.1f} a pass"
     if disk and moved:
-        text += f", {own['tokens_per_s'] / (disk / (moved * 2**20)):.1f} × the disk's ceiling"
+        text += f", {draft['tokens_per_s'] / (disk / (moved * 2**20)):.1f} × the disk's ceiling"
     return text
 
 
-def _other(own: dict | None, rate: float) -> str:
-    if own is None or "absent" in own:
-        return "-" if own is None else own["absent"]
-    return f"{own['tokens_per_s']:.2f}/s: {rate / own['tokens_per_s']:.1f} ×"
+def _other(other: dict | None, rate: float) -> str:
+    if other is None or "absent" in other:
+        return "-" if other is None else other["absent"]
+    return f"{other['tokens_per_s']:.2f}/s: {rate / other['tokens_per_s']:.1f} ×"
 
 
 def main() -> int:

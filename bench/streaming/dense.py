@@ -25,10 +25,10 @@ def ensure_dense() -> Path:
     home.mkdir(parents=True)
     progress(f"making 15 GB of random weights in {home}")
     dice, names = np.random.default_rng(7), {}
-    one = _layer(dice)
+    tensors = _layer(dice)
     for layer in range(packed.LAYERS):
-        own = {f"model.layers.{layer}.{name}": tensor for name, tensor in one.items()}
-        packed._save(home, f"layer-{layer:02}.safetensors", own, names)
+        renamed = {f"model.layers.{layer}.{name}": tensor for name, tensor in tensors.items()}
+        packed._save(home, f"layer-{layer:02}.safetensors", renamed, names)
     rest = {
         "model.embed_tokens.weight": packed._normal(dice, (packed.VOCABULARY, packed.HIDDEN)),
         "lm_head.weight": packed._normal(dice, (packed.VOCABULARY, packed.HIDDEN)),

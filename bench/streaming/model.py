@@ -58,10 +58,10 @@ def ensure(tokenizer: Path | None = None) -> Path:
     dice, names = np.random.default_rng(7), {}
     for layer in range(LAYERS):
         _save(home, f"layer-{layer:02}.safetensors", _layer(dice, f"model.layers.{layer}"), names)
-    own = _normal(dice, (VOCABULARY, HIDDEN))
+    embedding = _normal(dice, (VOCABULARY, HIDDEN))
     rest = {
-        "model.embed_tokens.weight": own,
-        "lm_head.weight": own.view(-1, ROUND, HIDDEN).roll(1, 1).reshape(VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding.view(-1, ROUND, HIDDEN).roll(1, 1).reshape(VOCABULARY, HIDDEN),
         "model.norm.weight": _ones(HIDDEN),
     }
     _save(home, "rest.safetensors", rest, names)
@@ -77,13 +77,13 @@ def ensure(tokenizer: Path | None = None) -> Path:
 def _layer(dice, prefix: str) -> dict:
     found = {f"{prefix}.{name}.weight": _ones(HIDDEN) for name in NORMS}
     for name, (inputs, outputs, bias) in LINEARS.items():
-        own = f"{prefix}.{name}"
-        found[f"{own}.qweight"] = dice.integers(-(1 << 31), 1 << 31, (inputs, outputs // 8), np.int32)
-        found[f"{own}.qzeros"] = np.full((inputs // GROUP, outputs // 8), 0x77777777, np.int32)
+        module = f"{prefix}.{name}"
+        found[f"{module}.qweight"] = dice.integers(-(1 << 31), 1 << 31, (inputs, outputs // 8), np.int32)
+        found[f"{module}.qzeros"] = np.full((inputs // GROUP, outputs // 8), 0x77777777, np.int32)
         scales = dice.uniform(1e-4, 2e-4, (inputs // GROUP, outputs))
-        found[f"{own}.scales"] = scales.astype(np.float16)
+        found[f"{module}.scales"] = scales.astype(np.float16)
         if bias:
-            found[f"{own}.bias"] = _normal(dice, (outputs,)) * 0.02
+            found[f"{module}.bias"] = _normal(dice, (outputs,)) * 0.02
     return found
 
 
@@ -106,7 +106,8 @@ def _save(home: Path, file: str, tensors: dict, names: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
     made = {
-        name: torch.from_numpy(own) if isinstance(own, np.ndarray) else own for name, own in tensors.items()
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in tensors.items()
     }
     save_file(made, home / file, metadata={"format": "pt"})
     names.update(dict.fromkeys(made, file))

@@ -33,7 +33,7 @@ def ours(args: argparse.Namespace) -> dict:
     loaded_s = time.perf_counter() - began
     ids = torch.tensor([PROMPT])
     speculation = Speculation(clock=lambda: 0.0) if args.draft else None  # always drafts
-    given = {"custom_generate": speculation} if speculation else {}
+    options = {"custom_generate": speculation} if speculation else {}
     marks: list[tuple] = []
 
     def seen(_ids, _scores, **_):
@@ -46,7 +46,7 @@ def ours(args: argparse.Namespace) -> dict:
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids),  # else token 0 in it is taken for padding
             max_new_tokens=args.tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0,
-            stopping_criteria=[seen], **given,
+            stopping_criteria=[seen], **options,
         )  # fmt: skip
     (first_at, first_cpu, before), (last_at, last_cpu, after) = marks
     took, said = last_at - first_at, out[0, len(PROMPT) :].tolist()
