@@ -246,13 +246,13 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon]]:
     with contextlib.ExitStack() as at_end:
         at_end.callback(shutil.rmtree, base, ignore_errors=True)
         yield make
-        for one in started:
-            at_end.callback(one.remove)
+        for running in started:
+            at_end.callback(running.remove)
         if request.node.stash.get(FAILED, False):
-            for one in started:
-                print(f"--- log of {one.dir.name} ---\n{one.log()}")
-        for one in started:
-            at_end.callback(one.stop)
+            for running in started:
+                print(f"--- log of {running.dir.name} ---\n{running.log()}")
+        for running in started:
+            at_end.callback(running.stop)
 
 
 def wait_for(condition: Callable[[], object], what: str = "the condition", timeout_s: float = 60.0) -> None:
@@ -298,5 +298,5 @@ def rig(daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Callable[...,
         return made[-1]
 
     yield make
-    for one in made:
-        one.drop_client()
+    for built in made:
+        built.drop_client()

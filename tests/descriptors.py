@@ -18,4 +18,4 @@ def descriptors(pid: int) -> list[str]:
 
 def sockets(pid: int) -> set[str]:
     """Inodes of its sockets, as the tables of /proc/PID/net have them."""
-    return {one[8:-1] for one in descriptors(pid) if one.startswith("socket:[")}
+    return {target[8:-1] for target in descriptors(pid) if target.startswith("socket:[")}

@@ -224,10 +224,10 @@ class Granted:
         return memoryview(self._span(LIB.kvs_writer_meta))
 
     def copy_layer(self, layer: int, source: Any) -> None:
-        given = np.frombuffer(source, np.uint8) if isinstance(source, bytes) else source
-        if not given.flags.c_contiguous:
+        array = np.frombuffer(source, np.uint8) if isinstance(source, bytes) else source
+        if not array.flags.c_contiguous:
             raise InvalidArgument("the source does not lie in one piece")
-        raw, pointer = given.view(np.uint8).reshape(-1), self._writer.handle.pointer
+        raw, pointer = array.view(np.uint8).reshape(-1), self._writer.handle.pointer
         at, length = raw.ctypes.data_as(c.c_void_p), c.c_uint64(raw.nbytes)
         checked(LIB.kvs_writer_copy_layer(pointer, self._index, number(layer), at, length))
 

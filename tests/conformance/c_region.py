@@ -43,14 +43,15 @@ class CRegion:
         self, keys: Any, layout_id: int, buffers: Any, axes: Sequence[str] = AXES, layer_index: int = 0,
         token_counts: Any = None,
     ) -> list[Registered]:  # fmt: skip
-        names, given = split_keys(list(keys)), np.ascontiguousarray(buffers, np.uint64)
-        shape = Shape((c.c_uint32 * 3)(*given.shape[1:4]), (c.c_uint32 * 3)(*(AXES.index(a) for a in axes)))
+        names, addresses = split_keys(list(keys)), np.ascontiguousarray(buffers, np.uint64)
+        order = (c.c_uint32 * 3)(*(AXES.index(a) for a in axes))
+        shape = Shape((c.c_uint32 * 3)(*addresses.shape[1:4]), order)
         counts = None if token_counts is None else (c.c_uint32 * len(names))(*token_counts)
         results = (c.c_uint8 * len(names))()
         checked(
             LIB.kvs_region_put(
                 self._handle.pointer, _packed(names), c.c_size_t(len(names)), c.c_uint32(layout_id),
-                c.byref(shape), given.ctypes.data_as(c.c_void_p), c.c_uint32(layer_index & 0xFFFFFFFF),
+                c.byref(shape), addresses.ctypes.data_as(c.c_void_p), c.c_uint32(layer_index & 0xFFFFFFFF),
                 counts, c.c_uint32(35), c.c_uint32(0), results,
             )
         )  # fmt: skip

@@ -18,8 +18,8 @@ ROW = 64  # bytes: keys and values of 4 tokens
 
 @pytest.fixture(params=["daemon", "fake"])
 def client(request, daemon):
-    with daemon().connect() if request.param == "daemon" else kvclient.InMemoryClient() as one:
-        yield one
+    with daemon().connect() if request.param == "daemon" else kvclient.InMemoryClient() as opened:
+        yield opened
 
 
 def test_rows_go_in_and_come_out(client):
@@ -44,17 +44,17 @@ def test_rows_go_in_and_come_out(client):
 
 @pytest.mark.parametrize("length", [64, 40_000])  # in one piece, and in pieces of the first cache
 def test_rows_that_are_not_what_was_written_are_named(daemon, length):
-    one, layout = daemon(), page_layout((length, length))
+    running, layout = daemon(), page_layout((length, length))
     keys = [bytes([i]) * 32 for i in range(1, 4)]
     source = np.random.default_rng(2).integers(0, 256, (2, 3, length), dtype=np.uint8)
     target = np.zeros((3, length), np.uint8)
     rows = [0, length, 2 * length]
-    with one.connect() as client:
+    with running.connect() as client:
         writer = client.create(keys, client.register_layout(layout))
         for layer in range(2):
             writer.copy_layer(layer, source[layer], [0, 1, 2], rows)
         writer.seal()
-        flip_in_pool(one.dir, source[1, 1].tobytes())
+        flip_in_pool(running.dir, source[1, 1].tobytes())
         with client.get(keys) as blocks:
             assert blocks.copy_layer(0, target, [0, 1, 2], rows, verify=True) == []
             assert (target == source[0]).all()

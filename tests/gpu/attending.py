@@ -30,12 +30,12 @@ def prepared(case: Case, device: torch.device, path: str, splits: int = 0) -> tu
             return None
         keys, values, turned = part.alive
         sides, bits = [], 0
-        for own in (keys, values):
-            if isinstance(own, kernels.Quantised):
-                bits = own.bits
-                arrays = (own.codes, own.scale, own.zero)
+        for half in (keys, values):
+            if isinstance(half, kernels.Quantised):
+                bits = half.bits
+                arrays = (half.codes, half.scale, half.zero)
             else:
-                arrays = (own,)
+                arrays = (half,)
             sides.append(tuple(as_tensor(np.ascontiguousarray(array)).to(device) for array in arrays))
         struct = part.struct
         turn = torch.from_numpy(turned).to(device) if struct.turn else None

@@ -67,7 +67,7 @@ def place(device, monkeypatch):
 
         library = contract.cuda()
         monkeypatch.setattr(contract, "cpu", REAL_CPU)  # the model's other attention and the codec
-        monkeypatch.setattr(cuda, "library_for", lambda own: library)
+        monkeypatch.setattr(cuda, "library_for", lambda device: library)
         monkeypatch.setattr(DeviceLayer, "device_type", "cpu")
         memory = HostMemory(library)
         monkeypatch.setattr(staging, "host_memory", lambda: memory)

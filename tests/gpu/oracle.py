@@ -41,16 +41,16 @@ def as_tensor(x: np.ndarray) -> torch.Tensor:
 
 def quantised(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, ...]:
     """(codes, scale, zero) by the CPU library."""
-    own = with_cpu(lambda: kernels.quantise(as_array(x), bits, group))
-    return tuple(torch.from_numpy(part) for part in (own.codes, own.scale, own.zero))
+    packed = with_cpu(lambda: kernels.quantise(as_array(x), bits, group))
+    return tuple(torch.from_numpy(part) for part in (packed.codes, packed.scale, packed.zero))
 
 
 def dequantised(parts: tuple[torch.Tensor, ...], bits: int, group: int, dtype: torch.dtype) -> torch.Tensor:
     """By the CPU library."""
     codes, scale, zero = (part.cpu().numpy() for part in parts)
-    own = kernels.Quantised(codes, scale, zero, bits, group)
-    out = np.empty((*codes.shape[:2], own.head_dim), ARRAYS[dtype])
-    return as_tensor(with_cpu(lambda: kernels.dequantise(own, out)))
+    packed = kernels.Quantised(codes, scale, zero, bits, group)
+    out = np.empty((*codes.shape[:2], packed.head_dim), ARRAYS[dtype])
+    return as_tensor(with_cpu(lambda: kernels.dequantise(packed, out)))
 
 
 def turned(x: torch.Tensor, turn: np.ndarray, interleaved: bool) -> torch.Tensor:
@@ -67,11 +67,11 @@ def turn_of(rotary_dim: int, delta: int) -> np.ndarray:
 
 def with_cpu(call):
     """Runs it with the CPU library, whatever stands in its place."""
-    own, contract.cpu = contract.cpu, lambda: CPU
+    before, contract.cpu = contract.cpu, lambda: CPU
     try:
         return call()
     finally:
-        contract.cpu = own
+        contract.cpu = before
 
 
 @dataclass

@@ -21,7 +21,7 @@ HOST_ONLY = {
     "test_what_is_wrong_is_said",
 }
 globals().update(
-    {name: own for name, own in vars(cases).items() if name.startswith("test_") and name not in HOST_ONLY}
+    {name: test for name, test in vars(cases).items() if name.startswith("test_") and name not in HOST_ONLY}
 )
 
 

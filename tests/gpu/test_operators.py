@@ -42,12 +42,12 @@ def test_attention_over_segments(device):
     """Dense keys besides, which torch can attend to as well."""
     k, v = noise(2, 2, 40, 64, dtype=torch.float16).to(device)
     q, position = noise(1, 4, 2, 64, dtype=torch.float16).to(device), torch.tensor([[38, 39]], device=device)
-    own = Table([[cuda.segment((k,), (v,), tokens=30)]], device, 4, 2, 64,
+    table = Table([[cuda.segment((k,), (v,), tokens=30)]], device, 4, 2, 64,
                 [cuda.segment((k,), (v,), first=30, position=30)], (k, v))  # fmt: skip
     for options in ((), (torch.zeros(4, device=device), True, 16, 5.0)):
-        torch.library.opcheck(attend_op, (own.memory, q, position, 0.125, 2, *options), test_utils=TESTS)
+        torch.library.opcheck(attend_op, (table.memory, q, position, 0.125, 2, *options), test_utils=TESTS)
     compiled = torch.compile(
-        lambda q: attend_op(own.memory, q * 2, position, 0.125, 2) / 2, backend="eager", fullgraph=True
+        lambda q: attend_op(table.memory, q * 2, position, 0.125, 2) / 2, backend="eager", fullgraph=True
     )
     wanted = torch.nn.functional.scaled_dot_product_attention(
         2 * q.double(), k[None].double(), v[None].double(), torch.ones(2, 40, device=device).tril(38).bool(),

@@ -80,11 +80,11 @@ def test_a_hit_takes_pages_for_what_is_computed(place, client, left, codec):
 
 def test_beams_stay_in_pages(place, client, left):
     model, ids = model_on(place, "llama"), prompt(61).to(place)
-    given = {"num_beams": 2, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
-    plain = model.generate(ids, **given)
+    options = {"num_beams": 2, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
     with attached(model, client) as kv:
         for _ in range(2):
-            found = model.generate(ids, **given)
+            found = model.generate(ids, **options)
             assert place.type != "cpu" or torch.equal(found, plain)
         assert kv.last.reused_tokens == 2 * 48
         assert kv.paged_stats().copied > 0 and used(kv) == 0
@@ -96,14 +96,14 @@ def test_rows_and_copies_part_when_they_write(place, client):
     model, ids = model_on(place, "llama"), prompt(70).to(place)
     more = torch.tensor([[5], [6]], device=place)
     with attached(model, client, salt="new") as kv:
-        given = {"max_new_tokens": 1, "do_sample": True, "num_return_sequences": 2, "pad_token_id": 0}
-        cache = model.generate(ids, return_dict_in_generate=True, **given).past_key_values
+        options = {"max_new_tokens": 1, "do_sample": True, "num_return_sequences": 2, "pad_token_id": 0}
+        cache = model.generate(ids, return_dict_in_generate=True, **options).past_key_values
         stats = kv.paged_stats()
         assert (stats.used, stats.shared, stats.copied) == (2, 2, 0)
         other = copy.deepcopy(cache)
-        for own in (cache, other):
-            rows = [model(torch.cat([ids, one[None]], 1)).logits[0, -1] for one in more]
-            found = model(more, past_key_values=own).logits[:, -1]
+        for past in (cache, other):
+            rows = [model(torch.cat([ids, token[None]], 1)).logits[0, -1] for token in more]
+            found = model(more, past_key_values=past).logits[:, -1]
             assert near(found, torch.stack(rows), **bound(place))
         stats = kv.paged_stats()
         assert (stats.used, stats.shared) == (1 + 4, 1) and stats.copied == 3
@@ -112,7 +112,7 @@ def test_rows_and_copies_part_when_they_write(place, client):
         found = model(more.flip(0), past_key_values=cache).logits[:, -1]
         assert near(found, torch.stack(rows[::-1]), **bound(place))
         assert cache.get_seq_length() == before
-        del cache, other, own
+        del cache, other, past
         assert used(kv) == 0
 
 
@@ -130,6 +130,6 @@ def test_a_stream_waits_for_those_that_had_the_pages(monkeypatch):
     pool.memory = type("OnGpu", (), {"device": torch.device("cuda")})
     first, second = Stream(), Stream()
     for stream in (first, first, second, first):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, own=stream: own)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, chosen=stream: chosen)
         pool.follow()
     assert first.waited == [second] and second.waited == [first]

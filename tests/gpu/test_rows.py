@@ -30,9 +30,9 @@ SHAPES = [
 PATHS = [cuda.FAST, cuda.NAIVE]
 
 
-def same(one, other):
-    assert one.dtype == other.dtype and one.shape == other.shape
-    assert torch.equal(one.cpu().contiguous().view(torch.uint8), other.cpu().contiguous().view(torch.uint8))
+def same(found, other):
+    assert found.dtype == other.dtype and found.shape == other.shape
+    assert torch.equal(found.cpu().contiguous().view(torch.uint8), other.cpu().contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -44,8 +44,8 @@ def test_quantise_and_back(device, path, bits, group, dtype):
         x = noise(*shape, dtype=DTYPES[dtype])
         wanted = oracle.quantised(x, bits, group)
         *parts, unfit = cuda.quantise(x.to(device), bits, group, path)
-        for own, other in zip(parts, wanted, strict=True):
-            same(own, other)
+        for found, other in zip(parts, wanted, strict=True):
+            same(found, other)
         assert int(unfit) == 0
         for out_dtype in DTYPES.values():
             out = torch.full(shape, 7, dtype=out_dtype, device=device)
@@ -58,10 +58,10 @@ def test_quantise_and_back(device, path, bits, group, dtype):
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -65504.0, 65504.0, 6e-8])
 def test_constant_values(device, path, group, value):
     x = torch.full((1, 40, 16), value)
-    for own, other in zip(
+    for found, other in zip(
         cuda.quantise(x.to(device), 8, group, path), oracle.quantised(x, 8, group), strict=False
     ):
-        same(own, other)
+        same(found, other)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -76,13 +76,13 @@ def test_what_cannot_be_held_is_said(device, path, group, bad):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_strided_elements_are_read_where_they_lie(device, bits):
     layer = noise(2, 3, 50, 64, dtype=torch.bfloat16)
-    own = cuda.quantise(layer.to(device)[1, :, 5:45], bits, 32)
-    for one, other in zip(own, oracle.quantised(layer[1, :, 5:45].contiguous(), bits, 32), strict=False):
-        same(one, other)
+    found = cuda.quantise(layer.to(device)[1, :, 5:45], bits, 32)
+    for part, other in zip(found, oracle.quantised(layer[1, :, 5:45].contiguous(), bits, 32), strict=False):
+        same(part, other)
     odd = noise(1, 40, 65, dtype=torch.bfloat16)  # rows that begin at any even address
-    own = cuda.quantise(odd.to(device)[:, :, 1:], bits, 0)
-    for one, other in zip(own, oracle.quantised(odd[:, :, 1:].contiguous(), bits, 0), strict=False):
-        same(one, other)
+    found = cuda.quantise(odd.to(device)[:, :, 1:], bits, 0)
+    for part, other in zip(found, oracle.quantised(odd[:, :, 1:].contiguous(), bits, 0), strict=False):
+        same(part, other)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -92,8 +92,8 @@ def test_strided_elements_are_read_where_they_lie(device, bits):
 @pytest.mark.parametrize("delta", [0, -77, 31_000])
 def test_rotate(device, path, interleaved, rotary_dim, dtype, delta):
     x, turn = noise(2, 9, 64, dtype=DTYPES[dtype]), oracle.turn_of(rotary_dim, delta)
-    own = cuda.rotate(x.to(device), torch.from_numpy(turn).to(device), interleaved, path)
-    same(own, oracle.turned(x, turn, interleaved))
+    found = cuda.rotate(x.to(device), torch.from_numpy(turn).to(device), interleaved, path)
+    same(found, oracle.turned(x, turn, interleaved))
 
 
 def blocks_of(device, head_dim, dtype, interleaved, rotary_dim):
@@ -160,10 +160,10 @@ def test_load_and_score(device, path, dtype, head_dim, rotary_dim, interleaved):
     computed = fresh.cpu().double()
     exact_square, exact_norm = torch.zeros(2, total + 5).double(), torch.zeros(2, total + 5).double()
     for block, start, count in zip(blocks, starts, counts, strict=True):
-        own = computed[:, :, start : start + count]
+        part = computed[:, :, start : start + count]
         stored = torch.stack([side.double() for side in block.exact])
-        exact_square[:, start : start + count] = (stored - own).pow(2).sum((1, 3))
-        exact_norm[:, start : start + count] = own.pow(2).sum((1, 3))
+        exact_square[:, start : start + count] = (stored - part).pow(2).sum((1, 3))
+        exact_norm[:, start : start + count] = part.pow(2).sum((1, 3))
     assert torch.allclose(square.cpu().double(), exact_square, rtol=1e-5, atol=1e-6)
     assert torch.allclose(norm.cpu().double(), exact_norm, rtol=1e-5, atol=1e-6)
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 
-def calc_diff(one: np.ndarray, other: np.ndarray) -> float:
+def calc_diff(found: np.ndarray, other: np.ndarray) -> float:
     """1 - 2<x, y> / (<x, x> + <y, y>) in double: one number, comparable over types and shapes; 0 is equal."""
-    x, y = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    x, y = np.asarray(found, np.float64), np.asarray(other, np.float64)
     assert x.shape == y.shape, (x.shape, y.shape)
     assert np.isfinite(x).all() and np.isfinite(y).all(), "not finite"
     scale = (x * x + y * y).sum()
     return 0.0 if scale == 0 else float(1 - 2 * (x * y).sum() / scale)
 
 
-def assert_bitwise_equal(one: np.ndarray, other: np.ndarray) -> None:
-    assert (one.dtype, one.shape) == (other.dtype, other.shape)
-    a = np.ascontiguousarray(one).view(np.uint8).reshape(*one.shape, -1)
+def assert_bitwise_equal(found: np.ndarray, other: np.ndarray) -> None:
+    assert (found.dtype, found.shape) == (other.dtype, other.shape)
+    a = np.ascontiguousarray(found).view(np.uint8).reshape(*found.shape, -1)
     b = np.ascontiguousarray(other).view(np.uint8).reshape(*other.shape, -1)
     if not np.array_equal(a, b):
         place = tuple(int(i) for i in np.argwhere(a != b)[0])

@@ -29,11 +29,11 @@ def dequantised(q: kernels.Quantised) -> np.ndarray:
 
 def turned_forward(keys: np.ndarray, angle: np.ndarray, rope: str) -> np.ndarray:
     half = angle.size
-    one = np.arange(half) if rope == "half" else 2 * np.arange(half)
-    other = one + half if rope == "half" else one + 1
+    low = np.arange(half) if rope == "half" else 2 * np.arange(half)
+    high = low + half if rope == "half" else low + 1
     out = keys.copy()
-    out[..., one] = keys[..., one] * np.cos(angle) - keys[..., other] * np.sin(angle)
-    out[..., other] = keys[..., other] * np.cos(angle) + keys[..., one] * np.sin(angle)
+    out[..., low] = keys[..., low] * np.cos(angle) - keys[..., high] * np.sin(angle)
+    out[..., high] = keys[..., high] * np.cos(angle) + keys[..., low] * np.sin(angle)
     return out
 
 

@@ -280,8 +280,8 @@ def test_integer_sums_are_the_same_on_both_units(codec, tokens, monkeypatch):
     provide("avx512_vnni", monkeypatch)
     vectors = case.run("avx512_vnni")
     tiles = case.run(provide("amx", monkeypatch))
-    for one, other in zip(vectors, tiles, strict=True):
-        assert_bitwise_equal(one, other)
+    for vector, tile in zip(vectors, tiles, strict=True):
+        assert_bitwise_equal(vector, tile)
 
 
 @pytest.mark.parametrize("size", [100.0, 6e4])
@@ -302,9 +302,9 @@ def test_threads(path, threads, tokens, keys):
     case = Case(1, 4, 64, tokens)
     case.row().segment(keys, 0, "int8").segment(tokens, keys, tail=True)
     case.queries()
-    one, one_lse = case.run(path)
+    single, one_lse = case.run(path)
     many, many_lse = case.run(path, threads)
-    assert np.abs(one - many).max() <= 2e-4
+    assert np.abs(single - many).max() <= 2e-4
     assert np.abs(one_lse - many_lse).max() <= 1e-4
     for _ in range(3):
         assert_bitwise_equal(case.run(path, threads)[0], many)

@@ -46,8 +46,8 @@ def test_the_header_is_c_and_says_where_fields_lie(tmp_path):
         lines.append(f'printf("{name} %zu\\n", sizeof(struct {name}));')
         wanted.append(f"{name} {ctypes.sizeof(struct)}")
         for field, _ in struct._fields_:
-            own = field.rstrip("_")  # `in` and `from` are words of Python
-            place = f"offsetof(struct {name}, {own}), sizeof(((struct {name}*)0)->{own})"
+            spelled = field.rstrip("_")  # `in` and `from` are words of Python
+            place = f"offsetof(struct {name}, {spelled}), sizeof(((struct {name}*)0)->{spelled})"
             lines.append(f'printf("{field} %zu %zu\\n", {place});')
             wanted.append(f"{field} {getattr(struct, field).offset} {getattr(struct, field).size}")
     (tmp_path / "fields.c").write_text("\n".join([*lines, "return 0; }"]))

@@ -25,8 +25,8 @@ def test_quantise_and_back_equal_those_over_arrays(bits, group):
     x = noise(2, 70, 64)
     codes, scale, zero, unfit = cuda.quantise(x, bits, group)
     wanted = kernels.quantise(x.numpy(), bits, group)
-    for own, other in ((codes, wanted.codes), (scale, wanted.scale), (zero, wanted.zero)):
-        assert np.array_equal(own.numpy(), other)
+    for found, other in ((codes, wanted.codes), (scale, wanted.scale), (zero, wanted.zero)):
+        assert np.array_equal(found.numpy(), other)
     assert int(unfit) == 0
     out = torch.empty_like(x)
     cuda.dequantise(codes, scale, zero, bits, group, out)

@@ -111,7 +111,7 @@ def shared():
     ways = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ)
     maps = [mmap.mmap(descriptor, 64 * PAGE, prot=way) for way in ways]
     os.close(descriptor)
-    return [np.frombuffer(own, np.uint8) for own in maps]
+    return [np.frombuffer(mapping, np.uint8) for mapping in maps]
 
 
 def layers_of(memory, layers, target, pieces=3):
@@ -154,7 +154,9 @@ def test_a_layer_is_ready_with_its_own_copies(shared):
     library.kvk_event_synchronise(library.compute[-1][0])
     begin = extent(target)[0]
     for layer in range(4):
-        arrived = [np.array_equal(target[at - begin :][: len(own)], own) for at, own in copies(layer)]
+        arrived = [
+            np.array_equal(target[at - begin :][: len(source)], source) for at, source in copies(layer)
+        ]
         assert all(arrived) if layer < 2 else not any(arrived)
     moving.close()
 

@@ -30,9 +30,9 @@ def put(client, tokens, size, identity=IDENTITY, partial=False, contents=None, c
     with client.create(chain, client.register_layout(LAYOUT)) as writer:
         for index in writer.granted:
             start = chain.start_tokens[index]
-            own = ids[start : start + chain.token_counts[index]]
+            part = ids[start : start + chain.token_counts[index]]
             area = meta.pack(
-                meta.Meta(chain.parent_keys[index], chain.content_keys[index], own.tobytes(), b"")
+                meta.Meta(chain.parent_keys[index], chain.content_keys[index], part.tobytes(), b"")
             )
             if contents is not None:
                 area = contents(area)

@@ -161,17 +161,17 @@ class StoreMachine(RuleBasedStateMachine):
             )
         assert self.daemon.store.stats()["evictions"] - evictions_before == len(gone)
 
-    def chosen(self, pick: int, one: bool) -> tuple[Writing | None, list[int]]:
+    def chosen(self, pick: int, single: bool) -> tuple[Writing | None, list[int]]:
         """A writer and its open blocks, or one of them."""
         if not self.writers:
             return None, []
         writing = self.writers[pick % len(self.writers)]
         indices = list(writing.versions)
-        return writing, [indices[pick // 7 % len(indices)]] if one and indices else indices
+        return writing, [indices[pick // 7 % len(indices)]] if single and indices else indices
 
-    @rule(pick=picks, one=st.booleans())
-    def seal(self, pick: int, one: bool) -> None:
-        writing, indices = self.chosen(pick, one)
+    @rule(pick=picks, single=st.booleans())
+    def seal(self, pick: int, single: bool) -> None:
+        writing, indices = self.chosen(pick, single)
         if writing is None:
             return
         if writing.dead:
@@ -193,9 +193,9 @@ class StoreMachine(RuleBasedStateMachine):
                     writing.writer.seal(index)
         self.writers.remove(writing)
 
-    @rule(pick=picks, one=st.booleans())
-    def abort(self, pick: int, one: bool) -> None:
-        writing, indices = self.chosen(pick, one)
+    @rule(pick=picks, single=st.booleans())
+    def abort(self, pick: int, single: bool) -> None:
+        writing, indices = self.chosen(pick, single)
         if writing is None:
             return
         if writing.dead:

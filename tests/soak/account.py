@@ -59,7 +59,7 @@ class Account:
 
     def _expect_few_descriptors(self) -> None:
         open_files = descriptors(int((self._directory / "pid").read_text()))
-        blocks = [one for one in open_files if ".kv" in one and str(self._disk) in one]
+        blocks = [file for file in open_files if ".kv" in file and str(self._disk) in file]
         self._expect(not blocks, f"block files are open: {blocks[:5]}")
         self._expect(len(open_files) <= MOST_FILES_OPEN, f"{len(open_files)} descriptors: {open_files}")
 

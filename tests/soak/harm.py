@@ -102,6 +102,6 @@ def a_schedule(choose: random.Random) -> str:
         return f"{seed},power_loss_after={choose.randrange(1, 400)}"
     if kind == 2:
         return ",".join(
-            [seed, *(f"{one}={choose.choice([0.002, 0.02])}" for one in choose.sample(errors, 5))]
+            [seed, *(f"{error}={choose.choice([0.002, 0.02])}" for error in choose.sample(errors, 5))]
         )
     return ""

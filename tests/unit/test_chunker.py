@@ -71,7 +71,7 @@ def test_texts_that_begin_alike_are_cut_alike(ids, more, chunker, block_tokens):
     counts, longer = rule.counts(ids), rule.counts(ids + more)
     assert all(1 <= count <= rule.most for count in longer)
     assert len(ids) - sum(counts) <= rule.most
-    alike = [one == other for one, other in zip(counts, longer, strict=False)]
+    alike = [count == other for count, other in zip(counts, longer, strict=False)]
     assert all(alike[:-1]), "but for white space that goes on behind the last"
 
 

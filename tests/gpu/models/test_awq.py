@@ -49,7 +49,7 @@ def chosen(device, monkeypatch):
     """The layer takes the kernels for tensors of that device; on the emulation for a CPU's."""
     monkeypatch.setattr(cuda, "DEVICES", (device.type,))
     if device.type == "cpu":
-        monkeypatch.setattr(linear, "_no_kernels", lambda own: None)
+        monkeypatch.setattr(linear, "_no_kernels", lambda device: None)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -74,11 +74,11 @@ def test_dequantised_weights_are_the_layers_on_a_cpu(device, shape, dtype):
     layer = layer_of(*shape)
     words, parts = packed(layer, device)
     wanted = layer.weights(0, layer.out_features, dtype).t()
-    for own in (
+    for weights in (
         cuda.awq_dequantise(*parts, layer.group, dtype),
         cuda.awq_dequantise(words, *parts[1:], layer.group, dtype, cuda.NAIVE),
     ):
-        assert torch.equal(own.cpu(), wanted)
+        assert torch.equal(weights.cpu(), wanted)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,9 +97,9 @@ def test_products(device, shape, dtype, rows):
     rounding = 2**-11 if dtype == torch.float16 else 2**-8
     fast = cuda.awq_multiply(x.to(device), *parts, bias, layer.group)
     naive = cuda.awq_multiply(x.to(device), words, *parts[1:], bias, layer.group, cuda.NAIVE)
-    for own in (fast, naive):
-        assert own.dtype == dtype
-        error = (own.cpu().double() - wanted).abs()
+    for product in (fast, naive):
+        assert product.dtype == dtype
+        error = (product.cpu().double() - wanted).abs()
         assert bool((error <= rounding * wanted.abs() * 1.01 + 2e-6 * size + 1e-7).all())
     again = cuda.awq_multiply(x.to(device), *parts, bias, layer.group)
     assert torch.equal(fast, again)
@@ -236,7 +236,7 @@ def test_a_state_taken_before_the_first_call_stays_the_checkpoints(chosen, devic
 def test_a_first_call_is_not_recorded_in_a_graph(chosen, device, monkeypatch):
     """A replay would reorder the words again."""
     layer, x = layer_of(128, 16, 64).to(device), torch.randn(3, 128, device=device).to(torch.float16)
-    monkeypatch.setattr(linear, "_capturing", lambda own: True)
+    monkeypatch.setattr(linear, "_capturing", lambda device: True)
     with torch.no_grad(), pytest.raises(InvalidArgument, match="call the model once before the capture"):
         layer(x)
 

@@ -36,10 +36,10 @@ def test_a_captured_step_says_what_the_model_says(name, dtype, gpu, monkeypatch)
     plain, logits, _ = generate(model, ids, 30)
     plain_rows, row_logits, _ = generate(model, rows, 30, attention_mask=mask)
     replayed = []
-    own = decode_step.record_cuda
+    original = decode_step.record_cuda
 
     def record(run):
-        replay, out = own(run)
+        replay, out = original(run)
         return lambda: (replayed.append(1), replay()), out
 
     monkeypatch.setattr(decode_step, "record_cuda", record)
@@ -67,10 +67,10 @@ def test_a_step_reads_the_stores_blocks_in_place(place, client, left, monkeypatc
     model, ids = model_on(place, "llama"), prompt(101).to(place)
     plain, logits, _ = generate(model, ids, 9)
     seen = []
-    own = decode_step.Step._run
+    original = decode_step.Step._run
 
     def run(self):
-        out = own(self)
+        out = original(self)
         layers = self._cache.layers
         where = [(layer._storage.data_ptr(), layer._call[0].memory.data_ptr()) for layer in layers]
         known_lengths = {layer._length for layer in layers}
@@ -121,11 +121,11 @@ def test_a_cache_that_was_copied_takes_no_further_step(place, client, monkeypatc
     model, ids = model_on(place, "llama"), prompt(61).to(place)
     plain, *_ = generate(model, ids, 12)
     ran, caches, copies = [], [], []
-    own = decode_step.Step._run
+    original = decode_step.Step._run
 
     def run(self):
         caches.append(self._cache)
-        return own(self)
+        return original(self)
 
     def snapshot(ids, scores):
         if len(caches) >= 4 and not copies:

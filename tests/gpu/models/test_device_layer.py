@@ -128,7 +128,7 @@ def test_beams_and_crops_become_dense(place, client, left):
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_blocks_are_quantised_on_the_gpu(place, client, monkeypatch, codec):
     """The same bytes as by a CPU: what one wrote the other finds."""
-    monkeypatch.setattr(contract, "cuda_lacks", lambda own=0: None)
+    monkeypatch.setattr(contract, "cuda_lacks", lambda device=0: None)
     source = noise(2, 2, 64, 32, dtype=torch.bfloat16).to(place)
     form = BlockFormat(1, 2, 32, torch.bfloat16, Kivi.named(codec))
     size = 64 * form.codec.bytes_per_token(2, 32)
@@ -136,7 +136,7 @@ def test_blocks_are_quantised_on_the_gpu(place, client, monkeypatch, codec):
     for devices in ((place.type,), ()):
         monkeypatch.setattr(cuda, "DEVICES", devices)
         block = SimpleNamespace(memory=np.zeros(size, np.uint8))
-        block.layer = lambda layer, own=block: own.memory
+        block.layer = lambda layer, kept=block: kept.memory
         form.write(block, 0, source)
         written.append(block.memory)
     assert np.array_equal(*written) and written[0].any()
@@ -147,15 +147,15 @@ def test_blocks_are_quantised_on_the_gpu(place, client, monkeypatch, codec):
 
 
 def test_deviations_are_summed_on_the_gpu(place, monkeypatch):
-    monkeypatch.setattr(contract, "cuda_lacks", lambda own=0: None)
+    monkeypatch.setattr(contract, "cuda_lacks", lambda device=0: None)
     whole = noise(2, 1, 2, 90, 32, dtype=torch.float16).to(place)
     stored, fresh = noise(2, 2, 70, 32, dtype=torch.float16, seed=5).to(place), whole[:, 0, :, 11:81]
     columns = torch.tensor([0, 3, 69])
     monkeypatch.setattr(cuda, "DEVICES", ())
     wanted = blend.compared(stored.cpu(), fresh.cpu(), columns)
     monkeypatch.setattr(cuda, "DEVICES", (place.type,))
-    for own, other in zip(blend.compared(stored, fresh, columns.to(place)), wanted, strict=True):
-        assert own.shape == (2, 3) and torch.allclose(own.cpu(), other, rtol=1e-5)
+    for found, other in zip(blend.compared(stored, fresh, columns.to(place)), wanted, strict=True):
+        assert found.shape == (2, 3) and torch.allclose(found.cpu(), other, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -167,6 +167,6 @@ def test_a_copied_cache_goes_on_by_itself(place, client, left):
     with attached(model, client):
         generate(model, ids, 1)
         _, _, cache = generate(model, ids, 1)
-        for own in (copy.deepcopy(cache), cache):
-            assert near(model(more, past_key_values=own).logits[:, -1], wanted, **bound(place))
+        for past in (copy.deepcopy(cache), cache):
+            assert near(model(more, past_key_values=past).logits[:, -1], wanted, **bound(place))
     assert left() == {}

@@ -118,8 +118,8 @@ def test_a_tile_of_columns_is_what_the_words_stand_for(path, group):
             for dtype in ("float32", "float16", "uint16"):
                 out = np.full((256, stop - start), 77, dtype)
                 awq.dequantise(out, start, words, held, scales, group, threads=start % 3 + 1, path=path)
-                own = wanted[:, start:stop]
-                assert np.array_equal(out, bfloat16(own) if dtype == "uint16" else own.astype(dtype))
+                part = wanted[:, start:stop]
+                assert np.array_equal(out, bfloat16(part) if dtype == "uint16" else part.astype(dtype))
 
 
 def bfloat16(values):

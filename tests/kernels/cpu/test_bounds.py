@@ -94,16 +94,16 @@ def test_positions_whose_differences_would_wrap_are_refused(position):
     """A query at 2^63 - 1 saw no key at all: last - first + 1 is negative there."""
     k = np.ones((2, 8, 64), np.float32)
     q = np.ones((1, 2, 1, 64), np.float32)
-    for given in ((position, None), (0, position)):
+    for positions in ((position, None), (0, position)):
         with pytest.raises(InvalidArgument, match="position"):
-            kernels.segment(k, k, *given)
+            kernels.segment(k, k, *positions)
     if position < 1 << 63:
         with pytest.raises(InvalidArgument, match="q_position beyond"):
             kernels.attend(q, np.array([[position]]), [[kernels.segment(k, k, 0)]], 1.0)
     edge = (1 << 62) - 1
-    own = kernels.segment(k, k, edge - 7)
-    assert np.allclose(kernels.attend(q, np.array([[edge]]), [[own]], 1.0), 1)
-    assert np.allclose(kernels.attend(q, np.array([[-edge]]), [[own]], 1.0), 0)
+    segment = kernels.segment(k, k, edge - 7)
+    assert np.allclose(kernels.attend(q, np.array([[edge]]), [[segment]], 1.0), 1)
+    assert np.allclose(kernels.attend(q, np.array([[-edge]]), [[segment]], 1.0), 0)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 16), (2, 0, 16)])

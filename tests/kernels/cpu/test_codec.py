@@ -92,14 +92,14 @@ def test_what_comes_back_is_within_half_a_step(path, bits, group):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_paths_write_the_same_bytes(bits, group, dtype):
     x = narrow(noise(2, 70, 80), dtype)
-    one = kernels.quantise(x, bits, group, path="reference")
-    plain = kernels.dequantise(one, np.empty_like(x), path="reference")
+    codes = kernels.quantise(x, bits, group, path="reference")
+    plain = kernels.dequantise(codes, np.empty_like(x), path="reference")
     for path in PATHS[1:]:
         if kernels.lacks(path) is None:
             other = kernels.quantise(x, bits, group, path=path)
             for name in ("codes", "scale", "zero"):
-                assert_bitwise_equal(getattr(one, name), getattr(other, name))
-            assert_bitwise_equal(kernels.dequantise(one, np.empty_like(x), path=path), plain)
+                assert_bitwise_equal(getattr(codes, name), getattr(other, name))
+            assert_bitwise_equal(kernels.dequantise(codes, np.empty_like(x), path=path), plain)
 
 
 @pytest.mark.parametrize("path", PATHS, indirect=True)
@@ -173,11 +173,11 @@ def test_rotate_equals_the_oracle(path, rope, rotary_dim, dtype, delta):
     got = kernels.rotate(x.copy(), kernels.turn(inv_freq, delta), rope, path=path)
     wide, angle = widen(x), delta * inv_freq.astype(np.float64)
     half = rotary_dim // 2
-    one = np.arange(half) if rope == "half" else 2 * np.arange(half)
-    other = one + half if rope == "half" else one + 1
+    low = np.arange(half) if rope == "half" else 2 * np.arange(half)
+    high = low + half if rope == "half" else low + 1
     want = wide.copy()
-    want[..., one] = wide[..., one] * np.cos(angle) - wide[..., other] * np.sin(angle)
-    want[..., other] = wide[..., other] * np.cos(angle) + wide[..., one] * np.sin(angle)
+    want[..., low] = wide[..., low] * np.cos(angle) - wide[..., high] * np.sin(angle)
+    want[..., high] = wide[..., high] * np.cos(angle) + wide[..., low] * np.sin(angle)
     bound = {"float32": 2e-6, "float16": 8e-3, "bfloat16": 7e-2}[dtype]
     assert np.abs(widen(got) - want).max() <= bound
     assert calc_diff(widen(got), want) < {"float32": 1e-13, "float16": 1e-7, "bfloat16": 5e-6}[dtype]

@@ -270,9 +270,9 @@ def test_splits(path, splits, tokens, keys):
     case = Case(1, 4, 64, tokens, "float16")
     case.row().segment(keys, 0, "int8").segment(tokens, keys, tail=True)
     agree(case.queries(), path, ("int8",), splits)
-    one, one_lse = emulated.run(case, path, splits)
+    once, one_lse = emulated.run(case, path, splits)
     again, again_lse = emulated.run(case, path, splits)
-    assert_bitwise_equal(one, again)
+    assert_bitwise_equal(once, again)
     assert_bitwise_equal(one_lse, again_lse)
 
 

@@ -68,7 +68,7 @@ def test_nothing_is_spilled(source, architecture):
     needs = r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores"
     functions = re.findall(needs, text)
     assert functions or source.stem in HOST_ONLY
-    assert [one for one in functions if one[1:] != ("0", "0")] == []
+    assert [function for function in functions if function[1:] != ("0", "0")] == []
     if (tool := disassembler()) is None or not functions:
         return
     sass = subprocess.run([tool, "-sass", code], capture_output=True, text=True, check=True).stdout

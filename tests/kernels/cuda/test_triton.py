@@ -51,9 +51,9 @@ def test_compiled_for_gpus_that_are_not_here():
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     built = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["capability"] for one in built} == {80, 90}
-    assert {one["kernel"] for one in built} == {"attend_tile", "merge_tile", "quantise_tile"}
-    assert all(one["cubin_bytes"] > 1000 and one["shared_bytes"] <= SHARED_BYTES for one in built)
+    assert {kernel["capability"] for kernel in built} == {80, 90}
+    assert {kernel["kernel"] for kernel in built} == {"attend_tile", "merge_tile", "quantise_tile"}
+    assert all(kernel["cubin_bytes"] > 1000 and kernel["shared_bytes"] <= SHARED_BYTES for kernel in built)
 
 
 # ---------------------------------------------------------------- in the interpreter
@@ -163,8 +163,8 @@ def test_what_is_wrong_is_said():
     for field, wrong in (("k_group", 48), ("codec", 9), ("v", 0)):
         case = Case(1, 1, 16).row().segment(5, 0, "int8").queries()
         call = kernels.prepare(case.q, case.positions, case.rows, 0.1, out=np.empty_like(case.q))
-        own = contract.Segment.from_address(contract.Sequence.from_address(call.args.sequences).segments)
-        setattr(own, field, wrong)
+        segment = contract.Segment.from_address(contract.Sequence.from_address(call.args.sequences).segments)
+        setattr(segment, field, wrong)
         with pytest.raises(InvalidArgument, match={"v": "without K or V"}.get(field, f"{field}={wrong}")):
             triton_calls.attend(call.args)
 

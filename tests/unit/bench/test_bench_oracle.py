@@ -23,7 +23,7 @@ def subject():
 
 
 @pytest.fixture
-def one(subject, monkeypatch):
+def mixing(subject, monkeypatch):
     monkeypatch.setattr(reuse_oracle, "SIZE", 48)
     texts = {name: prompt(400, seed=seed)[0].tolist() for seed, name in enumerate("abc", start=1)}
     for parameter in subject.model.parameters():
@@ -31,29 +31,29 @@ def one(subject, monkeypatch):
     return reuse_oracle.Pass(subject, texts, ("a", 10, "b", 20, "c"))
 
 
-def test_it_is_the_models_pass(one, subject):
-    ids = torch.tensor([one.ids])
-    wanted = subject.model(ids).logits[0, one.said_from :].log_softmax(-1)
-    torch.testing.assert_close(one.cold, wanted, rtol=1e-4, atol=1e-4)
-    assert len(one.cold) == reuse_swapped.POSITIONS
+def test_it_is_the_models_pass(mixing, subject):
+    ids = torch.tensor([mixing.ids])
+    wanted = subject.model(ids).logits[0, mixing.said_from :].log_softmax(-1)
+    torch.testing.assert_close(mixing.cold, wanted, rtol=1e-4, atol=1e-4)
+    assert len(mixing.cold) == reuse_swapped.POSITIONS
 
 
-def test_all_chosen_is_a_cold_run_and_none_is_what_was_stored(one):
+def test_all_chosen_is_a_cold_run_and_none_is_what_was_stored(mixing):
     every = torch.ones(96)
-    assert float(one.recomputed(every).mean()) < 5e-7 > float(one.put_in(every).mean())
-    stored = one.recomputed(every * 0)
+    assert float(mixing.recomputed(every).mean()) < 5e-7 > float(mixing.put_in(every).mean())
+    stored = mixing.recomputed(every * 0)
     assert float(stored.mean()) > 1e-6
-    torch.testing.assert_close(stored, one.put_in(every * 0))
+    torch.testing.assert_close(stored, mixing.put_in(every * 0))
 
 
-def test_the_choice_is_better_than_none(one):
-    chosen, kl = reuse_oracle.best(torch, one.recomputed, 24)
-    stored = one.recomputed(torch.zeros(96))
+def test_the_choice_is_better_than_none(mixing):
+    chosen, kl = reuse_oracle.best(torch, mixing.recomputed, 24)
+    stored = mixing.recomputed(torch.zeros(96))
     assert chosen.sum() == 24 and chosen[-reuse_oracle.RECENCY :].all()
     assert kl[reuse_oracle.FITTED].mean() < stored[reuse_oracle.FITTED].mean()
 
 
-def test_a_row_names_each_part(one):
+def test_a_row_names_each_part(mixing):
     with torch.no_grad():
-        row = reuse_oracle._parts(one)
+        row = reuse_oracle._parts(mixing)
     assert row["last document"] < row["stored"] > row["last document recomputed"]

@@ -152,9 +152,9 @@ def test_bandwidth_figures_and_what_lies_beside_the_copy():
 def test_ratios_compare_neighbours_in_time():
     """A machine that slows down for all in the second half must not change the ratio."""
     limit = cell_of("limit", "memcpy", [answer([100]), answer([400]), answer([400])], 1000)
-    own = cell_of("kvstored", "", [answer([50]), answer([200]), answer([200])], 1000)
-    add_ratios([own, limit, absent_cell("redis", "", "gone")], limit, "memcpy")
-    assert own["ratio"] == 2.0
+    ours = cell_of("kvstored", "", [answer([50]), answer([200]), answer([200])], 1000)
+    add_ratios([ours, limit, absent_cell("redis", "", "gone")], limit, "memcpy")
+    assert ours["ratio"] == 2.0
     assert "ratio" not in limit
 
 
@@ -186,14 +186,14 @@ def test_a_ratio_takes_the_rounds_that_were_quiet_for_both():
     limit = cell_of(
         "limit", "memcpy", [paced([100] * 20, [100] * 20), paced([400] * 20, [100] * 20)], 1000, quiet
     )
-    own = cell_of("kvstored", "", [paced([50] * 20, [200] * 20), paced([100] * 20, [100] * 20)], 1000, quiet)
-    add_ratios([own, limit], limit, "memcpy")
-    assert own["ratio"] == 4.0
+    ours = cell_of("kvstored", "", [paced([50] * 20, [200] * 20), paced([100] * 20, [100] * 20)], 1000, quiet)
+    add_ratios([ours, limit], limit, "memcpy")
+    assert ours["ratio"] == 4.0
     never = cell_of(
         "limit", "memcpy", [paced([100] * 20, [100] * 20), paced([400] * 20, [900] * 20)], 1000, quiet
     )
-    add_ratios([own, never], never, "memcpy")
-    assert own["ratio"] == 1.0
+    add_ratios([ours, never], never, "memcpy")
+    assert ours["ratio"] == 1.0
 
 
 def test_the_best_pace_of_a_run_decides_what_is_quiet():

@@ -153,7 +153,7 @@ def test_wrong_configuration_ends_with_2_and_one_line(capsys):
 WITHOUT_A_DAEMON = ("serve", "fsck", "pools", "completion")
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one not in WITHOUT_A_DAEMON])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in WITHOUT_A_DAEMON])
 def test_without_a_daemon_every_command_ends_with_3(command, tmp_path, capsys):
     needed = {"flush": ["--yes"], "rm": ["00" * 32], "describe": ["00" * 32], "revoke": ["1"]}
     extra = needed.get(command, [])
@@ -186,7 +186,7 @@ def test_print_config_shows_values_and_sources(tmp_path):
         "serve", "--dir", "/tmp/x", "--config", str(file), "--print-config", "--json", KVSTORED_MAX_PINS="200"
     )
     assert done.returncode == 0, done.stderr
-    entries = {one["name"]: (one["value"], one["source"]) for one in json.loads(done.stdout)}
+    entries = {entry["name"]: (entry["value"], entry["source"]) for entry in json.loads(done.stdout)}
     assert entries["dir"] == ("/tmp/x", "flag")
     assert entries["max_pins"] == ("200", "environment")
     assert entries["max_sessions"] == ("10", "file")
@@ -207,15 +207,16 @@ def test_print_config_can_be_fed_back(tmp_path):
         KVSTORED_DISK="/tmp/d,/tmp/e",
         KVSTORED_DISK_QUOTA="1GiB",
     )
-    entries = [one for one in json.loads(first.stdout) if one["value"]]
+    entries = [entry for entry in json.loads(first.stdout) if entry["value"]]
     file = tmp_path / "kvstored.toml"
-    tables = [one for one in entries if one["name"].startswith("namespaces.")]
-    file.write_text("".join(f"{one['name']} = {one['value']}\n" for one in tables))
+    tables = [entry for entry in entries if entry["name"].startswith("namespaces.")]
+    file.write_text("".join(f"{entry['name']} = {entry['value']}\n" for entry in tables))
     assert len(tables) == 2
-    flags = [f"--{one['name'].replace('_', '-')}={one['value']}" for one in entries if one not in tables]
+    options = [entry for entry in entries if entry not in tables]
+    flags = [f"--{entry['name'].replace('_', '-')}={entry['value']}" for entry in options]
     second = run("serve", f"--config={file}", *flags, "--print-config", "--json")
-    assert {one["name"]: one["value"] for one in json.loads(second.stdout)} == {
-        one["name"]: one["value"] for one in json.loads(first.stdout)
+    assert {entry["name"]: entry["value"] for entry in json.loads(second.stdout)} == {
+        entry["name"]: entry["value"] for entry in json.loads(first.stdout)
     }
 
 

@@ -52,12 +52,12 @@ def test_the_file_may_come_from_the_environment(tmp_path):
 
 
 def test_entries_name_every_field_with_value_source_and_doc():
-    entries = {one["name"]: one for one in loaded({"memory": "4GiB"}).entries()}
+    entries = {entry["name"]: entry for entry in loaded({"memory": "4GiB"}).entries()}
     fields = [about.name for about in dataclasses.fields(Config)]
     fields[fields.index("namespaces")] = "namespaces.default"
     assert list(entries) == fields
     assert entries["memory"] == {**entries["memory"], "value": "4GiB", "source": "flag", "unit": "bytes"}
-    assert all(one["doc"] for one in entries.values())
+    assert all(entry["doc"] for entry in entries.values())
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def test_what_nobody_claimed_of_the_disk_is_divided_as_the_memory_is():
 
 def test_entries_show_each_namespace_as_the_file_would_say_it(tmp_path):
     found = loaded(file=write(tmp_path, TABLES))
-    values = {one["name"]: (one["value"], one["source"]) for one in found.entries()}
+    values = {entry["name"]: (entry["value"], entry["source"]) for entry in found.entries()}
     assert values["namespaces.default"] == ('{ memory = 0.75, writers = ["alice", "@llm"] }', "file")
     assert values["namespaces.batch"] == (
         '{ disk_quota = "10MiB", readers = ["1000"], salt = "generated" }',
         "file",
     )
-    shown = "\n".join(f"{one.name} = {one.shown()}" for one in found.config.namespaces)
+    shown = "\n".join(f"{namespace.name} = {namespace.shown()}" for namespace in found.config.namespaces)
     again = f'memory = "64MiB"\ndisk = ["/tmp/d"]\ndisk_quota = "100MiB"\n[namespaces]\n{shown}\n'
     assert loaded(file=write(tmp_path, again)).config == found.config
 

@@ -242,7 +242,7 @@ def test_the_watchdog_is_fed_twice_in_its_time(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "variables",
     [
         {},
         {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "a"},
@@ -252,8 +252,8 @@ def test_the_watchdog_is_fed_twice_in_its_time(monkeypatch):
         {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "999999999", "LISTEN_FDNAMES": "a"},
     ],
 )
-def test_descriptors_for_somebody_else_or_without_names_are_not_taken(given):
-    environ = dict(given)
+def test_descriptors_for_somebody_else_or_without_names_are_not_taken(variables):
+    environ = dict(variables)
     keeper = Keeper(environ)
     assert keeper.take("a") is None and not keeper.keeps and environ == {}
     assert keeper.settle(()) == []

@@ -42,8 +42,8 @@ def scrubbed(stores, enough, monkeypatch):
 
     async def scenario():
         threads = Threads(1)
-        one = Watch(stores, None, Events(1, 8), threads, "")
-        task = asyncio.ensure_future(one._scrub(lambda: 1 << 30))
+        background = Watch(stores, None, Events(1, 8), threads, "")
+        task = asyncio.ensure_future(background._scrub(lambda: 1 << 30))
         task.add_done_callback(watch._ended)
         async with asyncio.timeout(20):
             while not enough(logged):  # noqa: ASYNC110

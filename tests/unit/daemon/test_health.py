@@ -107,10 +107,10 @@ def looked(stores, path, looks=1, write=True):
 
     async def scenario():
         degraded = Degraded()
-        one = Health(stores, path, degraded)
+        health = Health(stores, path, degraded)
         for _ in range(looks):
-            await one.look(write)
-        one.close()
+            await health.look(write)
+        health.close()
         found = {(entry.state, entry.namespace) for entry in degraded.active()}
         return found, {name: degraded.serves(name) for name in stores}
 
@@ -213,9 +213,9 @@ def test_a_queue_of_others_at_the_session_socket_is_waited_for(tmp_path):
         listening.listen(0)
         with contextlib.suppress(BlockingIOError):
             while True:
-                one = knocking.enter_context(socket.socket(*kind))
-                one.setblocking(False)
-                one.connect(path)
+                other = knocking.enter_context(socket.socket(*kind))
+                other.setblocking(False)
+                other.connect(path)
         asking = threading.Thread(target=ask)
         asking.start()
         eventually(waits, "it waits in the queue")

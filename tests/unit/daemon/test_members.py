@@ -37,24 +37,24 @@ class Tier:
 @pytest.fixture
 def peers(tmp_path):
     def made(**said):
-        one = object.__new__(Peers)
-        one._config = load({"dir": str(tmp_path), **SHARED, **said}, {}).config
-        one.pool_port, one._members, one._tiers = 0, {}, {"default": Tier()}
-        one.welcome = []
-        one._server = types.SimpleNamespace(welcome=lambda names: setattr(one, "welcome", names))
-        return one
+        bare = object.__new__(Peers)
+        bare._config = load({"dir": str(tmp_path), **SHARED, **said}, {}).config
+        bare.pool_port, bare._members, bare._tiers = 0, {}, {"default": Tier()}
+        bare.welcome = []
+        bare._server = types.SimpleNamespace(welcome=lambda names: setattr(bare, "welcome", names))
+        return bare
 
     return made
 
 
-def joined(one, told):
-    one.members_are(told)
-    assert sorted(one._tiers["default"].peers) == one.welcome
-    return one._tiers["default"].peers
+def joined(host, told):
+    host.members_are(told)
+    assert sorted(host._tiers["default"].peers) == host.welcome
+    return host._tiers["default"].peers
 
 
 def test_members_come_move_and_go(peers):
-    one = peers(trusted_network="10.0.0.0/24", listen="10.0.0.1:7400", peer="set=10.0.0.7:7400")
+    host = peers(trusted_network="10.0.0.0/24", listen="10.0.0.1:7400", peer="set=10.0.0.7:7400")
     told = {
         "me": "10.0.0.1:7400",
         "b": "10.0.0.2:7400",
@@ -62,9 +62,9 @@ def test_members_come_move_and_go(peers):
         "set": "10.0.0.9:1",
         "pool": "10.0.0.4:1",
     }
-    assert joined(one, told) == {"b": "10.0.0.2:7400", "c": "10.0.0.3:1"}
-    assert joined(one, {"b": "10.0.0.5:7400"}) == {"b": "10.0.0.5:7400"}
-    assert joined(one, {}) == {}
+    assert joined(host, told) == {"b": "10.0.0.2:7400", "c": "10.0.0.3:1"}
+    assert joined(host, {"b": "10.0.0.5:7400"}) == {"b": "10.0.0.5:7400"}
+    assert joined(host, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_members_come_move_and_go(peers):
     ],
 )
 def test_an_address_that_no_configured_peer_might_have_is_none(peers, told):
-    one = peers(trusted_network="10.0.0.0/24", listen="10.0.0.1:7400")
-    assert joined(one, {"b": told}) == {}
+    host = peers(trusted_network="10.0.0.0/24", listen="10.0.0.1:7400")
+    assert joined(host, {"b": told}) == {}
 
 
 @pytest.mark.parametrize("name", ["B", "", "x" * 64, "a b", "../a", "-"])
@@ -103,11 +103,11 @@ def test_loopback_is_another_hosts_unless_etcd_is_there_too(peers):
 
 
 def test_there_are_no_more_than_there_may_be(peers):
-    one = peers(trusted_network="10.0.0.0/16", listen="10.0.0.1:7400")
+    host = peers(trusted_network="10.0.0.0/16", listen="10.0.0.1:7400")
     told = {f"n{i:03}": f"10.0.1.{i}:7400" for i in range(1, 101)}
-    assert len(joined(one, told)) == MAX_PEERS
+    assert len(joined(host, told)) == MAX_PEERS
     with mock.patch("resource.getrlimit", lambda _: (400, 400)):
-        assert len(joined(one, told)) == 10, "ten descriptors each, in a quarter of them"
+        assert len(joined(host, told)) == 10, "ten descriptors each, in a quarter of them"
 
 
 def test_a_daemon_that_starts_waits_for_its_predecessors_fabric(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def test_a_quota_that_fits_only_after_the_restart_waits_for_it(tmp_path, after):
     reload = Reload(load({}, {}, str(file)), Degraded(lambda entry, holds: None))
     reload.can("disk_quota", "log_level")
     file.write_text('log_level = "debug"\n' + after)
-    found = {one.name: one.applied for one in reload.again()}
+    found = {change.name: change.applied for change in reload.again()}
     assert found["disk_quota"] is False and found["log_level"] is True
     assert reload.config.disk_quota == 8 << 30 and reload.config.log_level == "debug"
     assert reload.refused_total == 0
@@ -38,4 +38,4 @@ def test_a_quota_that_fits_changes_at_once(tmp_path):
     reload = Reload(load({}, {}, str(file)), Degraded(lambda entry, holds: None))
     reload.can("disk_quota")
     file.write_text(BEFORE.replace("8GiB", "2GiB"))
-    assert [(one.name, one.applied) for one in reload.again()] == [("disk_quota", True)]
+    assert [(change.name, change.applied) for change in reload.again()] == [("disk_quota", True)]

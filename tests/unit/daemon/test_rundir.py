@@ -49,12 +49,12 @@ def test_a_pid_that_no_process_has_is_none(tmp_path, text):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-@pytest.mark.parametrize("given", ["", "daemon.lock"])
-def test_stop_signals_no_process_of_another_user_than_the_directorys(tmp_path, capsys, given):
+@pytest.mark.parametrize("foreign", ["", "daemon.lock"])
+def test_stop_signals_no_process_of_another_user_than_the_directorys(tmp_path, capsys, foreign):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as victim:
         lock = runtime_dir.Lock(str(tmp_path))
         (tmp_path / "pid").write_text(str(victim.pid))
-        os.chown(tmp_path / given, 4321, -1)
+        os.chown(tmp_path / foreign, 4321, -1)
         try:
             assert main(["stop", "--dir", str(tmp_path), "--timeout-s", "0.1"]) == Exit.REFUSED
             assert f"pid {victim.pid} is not of the user who owns" in capsys.readouterr().err

@@ -31,6 +31,6 @@ def test_a_mounted_one_is_taken():
     if os.stat("/dev/shm").st_dev == os.stat("/").st_dev:
         pytest.skip("/dev/shm is no mount here")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
-        one = Directories([mounted + "/kv"], "default", mounted=True)
-        one.open(0)
-        one.close()
+        directories = Directories([mounted + "/kv"], "default", mounted=True)
+        directories.open(0)
+        directories.close()

@@ -73,7 +73,7 @@ def test_several_directories_and_namespaces(tmp_path, capsys):
     assert trees(str(tmp_path / "disk/a")) == [str(tmp_path / "disk/a")]
     assert main(["fsck", "--json", str(tmp_path / "disk"), str(tmp_path / "other")]) == Exit.NO
     found = json.loads(capsys.readouterr().out)
-    assert [one["wrong"] for one in found["directories"]] == [0, 1, 0]
+    assert [directory["wrong"] for directory in found["directories"]] == [0, 1, 0]
     assert found["wrong"] == 1
 
 

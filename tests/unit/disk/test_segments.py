@@ -58,9 +58,9 @@ class World:
 
 @pytest.fixture
 def world(tmp_path):
-    one = World(tmp_path)
-    yield one
-    one.close()
+    built = World(tmp_path)
+    yield built
+    built.close()
 
 
 def path_of(pool, role):

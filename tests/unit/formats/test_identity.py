@@ -106,8 +106,8 @@ def canonical(value):
 
 
 @given(values, values)
-def test_the_encoding_is_injective(one, other):
-    assert (encode(one) == encode(other)) == (canonical(one) == canonical(other))
+def test_the_encoding_is_injective(value, other):
+    assert (encode(value) == encode(other)) == (canonical(value) == canonical(other))
 
 
 @given(st.dictionaries(st.text(), st.integers(), max_size=6))

@@ -125,14 +125,14 @@ def test_another_chunk_size_or_a_partial_chunk_misses():
 def test_the_three_requests_of_p_tuning():
     """Requests 1 and 2 have the same ids and other extra ids; request 3 goes on like 1, then like 2."""
     soft, text = [49152 + i for i in range(32)], list(range(32))
-    one = chain(IDENTITY, soft + text, 16, [1] * 32 + [0] * 32)
-    two = chain(IDENTITY, soft + text, 16, [2] * 32 + [0] * 32)
-    assert shared(one, two) == 0 and not set(one.keys) & set(two.keys)
-    three = chain(IDENTITY, soft + text, 16, [1] * 16 + [2] * 16 + [0] * 32)
-    assert shared(one, three) == 1
+    first = chain(IDENTITY, soft + text, 16, [1] * 32 + [0] * 32)
+    second = chain(IDENTITY, soft + text, 16, [2] * 32 + [0] * 32)
+    assert shared(first, second) == 0 and not set(first.keys) & set(second.keys)
+    third = chain(IDENTITY, soft + text, 16, [1] * 16 + [2] * 16 + [0] * 32)
+    assert shared(first, third) == 1
     # The content of a chunk of text is the same wherever it stands; that of a soft prompt is not.
-    assert one.content_keys[2:] == two.content_keys[2:]
-    assert not set(one.content_keys[:2]) & set(two.content_keys[:2])
+    assert first.content_keys[2:] == second.content_keys[2:]
+    assert not set(first.content_keys[:2]) & set(second.content_keys[:2])
 
 
 def test_extra_ids_of_zero_are_no_extra_ids():

@@ -63,8 +63,8 @@ def test_kubernetes_takes_every_manifest():
     validate = pytest.importorskip("kubernetes_validate", reason="deploy: pip install kubernetes-validate")
     names = documents(KUBERNETES / "kustomization.yaml")[0]["resources"]
     assert {path.name for path in KUBERNETES.glob("*.yaml")} == {*names, "kustomization.yaml"}
-    for one in (one for name in names for one in documents(KUBERNETES / name)):
-        validate.validate(one, KUBERNETES_VERSION, strict=True)
+    for document in (document for name in names for document in documents(KUBERNETES / name)):
+        validate.validate(document, KUBERNETES_VERSION, strict=True)
     wrong = workloads()[0]
     wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
     with pytest.raises(validate.ValidationError):
@@ -73,7 +73,7 @@ def test_kubernetes_takes_every_manifest():
 
 def test_the_programs_take_the_flags_they_are_given():
     compose = documents(CONTAINERS / "compose.yaml")[0]["services"]
-    daemon, server = (one["spec"]["template"]["spec"]["containers"][0] for one in workloads())
+    daemon, server = (workload["spec"]["template"]["spec"]["containers"][0] for workload in workloads())
     for start, args in (("daemon", daemon["args"]), ("daemon", compose["daemon"]["command"]),
                         ("server", server["args"]), ("server", compose["server"]["command"])):  # fmt: skip
         assert taken([*entry(start), *args])
@@ -83,12 +83,12 @@ def test_the_programs_take_the_flags_they_are_given():
 
 
 def test_no_container_is_root_or_can_write_its_root_and_none_has_the_hosts_ipc():
-    for pod in (one["spec"]["template"]["spec"] for one in workloads()):
+    for pod in (workload["spec"]["template"]["spec"] for workload in workloads()):
         assert not {"hostIPC", "hostPID", "hostNetwork"} & set(pod)
-        for one in pod["containers"]:
-            context = {**pod["securityContext"], **one["securityContext"]}
+        for container in pod["containers"]:
+            context = {**pod["securityContext"], **container["securityContext"]}
             assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"]
-            assert context["capabilities"]["drop"] == ["ALL"] and "memory" in one["resources"]["limits"]
+            assert context["capabilities"]["drop"] == ["ALL"] and "memory" in container["resources"]["limits"]
     for name in ("daemon", "server"):
         assert "USER 10001" in (CONTAINERS / f"{name}.Containerfile").read_text()
         assert documents(CONTAINERS / "compose.yaml")[0]["services"][name]["read_only"]
@@ -96,11 +96,11 @@ def test_no_container_is_root_or_can_write_its_root_and_none_has_the_hosts_ipc()
 
 def test_what_compose_mounts_is_there_and_its_ports_are_on_loopback():
     services = documents(CONTAINERS / "compose.yaml")[0]["services"]
-    for one in services.values():
-        for mount in one.get("volumes", ()):
+    for service in services.values():
+        for mount in service.get("volumes", ()):
             if mount.startswith("."):
                 assert (CONTAINERS / mount.split(":")[0]).exists(), mount
-        assert all(port.startswith("127.0.0.1:") for port in one.get("ports", ()))
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
     jobs = documents(CONTAINERS / "prometheus.yml")[0]["scrape_configs"]
     assert "kvstored" in {job["job_name"] for job in jobs}, "the alerts ask for up{job=kvstored}"
 
@@ -111,8 +111,8 @@ def test_systemd_accepts_the_servers_unit(tmp_path):
     for name in ("kvstored", "kvclient-serve"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    given = {"DESTDIR": str(tmp_path / "root"), "PATH": "/usr/bin:/bin"}
-    subprocess.run([DEPLOY / "systemd/install", tmp_path / "kvstored"], check=True, env=given)
+    environ = {"DESTDIR": str(tmp_path / "root"), "PATH": "/usr/bin:/bin"}
+    subprocess.run([DEPLOY / "systemd/install", tmp_path / "kvstored"], check=True, env=environ)
     units = tmp_path / "root/etc/systemd/system"
     both = [units / "kvstored.service", units / "kvclient-serve.service"]
     done = subprocess.run(["systemd-analyze", "verify", *both], capture_output=True, text=True, timeout=60)

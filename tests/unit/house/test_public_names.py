@@ -72,7 +72,7 @@ def parameters(member: object) -> list[str] | None:
         return None
     (function,) = ast.parse(f"def {text}: ...").body
     assert isinstance(function, ast.FunctionDef)
-    return [one.arg for one in function.args.args]
+    return [argument.arg for argument in function.args.args]
 
 
 def stand_ins() -> list[tuple[type, object]]:
@@ -92,8 +92,8 @@ def stand_ins() -> list[tuple[type, object]]:
     fakes = (fake.lookup([]), blocks, blocks[0], writer, granted)
     empty = {name: getattr(breaker, f"No{name}")(1) for name in ("Lookup", "Blocks", "Writer")}
     return [
-        *((getattr(_core, name), one) for name, one in zip(NATIVE, fakes, strict=True)),
-        *((getattr(_core, name), one) for name, one in empty.items()),
+        *((getattr(_core, name), fake) for name, fake in zip(NATIVE, fakes, strict=True)),
+        *((getattr(_core, name), value) for name, value in empty.items()),
         (kvclient.KVClient, fake),
         (kvclient.KVClient, tolerant.TolerantClient(nobody_there, "default")),
     ]
@@ -114,26 +114,26 @@ def test_every_member_is_described():
     from kvclient import _core
 
     public = [getattr(kvclient, name) for name in kvclient.__all__]
-    kinds = [one for one in public if inspect.isclass(one)] + [getattr(_core, name) for name in NATIVE]
+    kinds = [thing for thing in public if inspect.isclass(thing)] + [getattr(_core, name) for name in NATIVE]
     bare = []
     for kind in kinds:
         assert kind.__doc__, kind
         for name, member in members(kind).items():
             text = getattr(member, "__doc__", None) or ""
             if callable(member) or isinstance(member, property):
-                own = text if not text.startswith(("(self", f"{name}(")) else text.partition("\n\n")[2]
-                if not own.strip() and name not in ("with_traceback", "add_note"):
+                said = text if not text.startswith(("(self", f"{name}(")) else text.partition("\n\n")[2]
+                if not said.strip() and name not in ("with_traceback", "add_note"):
                     bare.append(f"{kind.__name__}.{name}")
     assert not bare, f"nothing is said of {', '.join(bare)}"
-    for one in public:
-        assert one.__doc__, one
+    for thing in public:
+        assert thing.__doc__, thing
 
 
 def test_type_checkers_see_the_same_names():
     package = Path(kvclient.__file__).parent
     stub = ast.parse((package / "__init__.pyi").read_text())
-    imports = [one for one in stub.body if isinstance(one, ast.ImportFrom)]
-    told = {one.name: where.module for where in imports for one in where.names}
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    told = {alias.name: where.module for where in imports for alias in where.names}
     assert told.pop("hf") == "kvclient" and told == kvclient._HOME
     assert (package / "py.typed").exists()  # without it they read none of it
 

@@ -31,8 +31,8 @@ def test_one_alone_waits_for_those_inside_and_holds_up_those_behind(tmp_path):
             leave.wait(60)
 
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-        for one in (first, second):
-            one.enter_context(turn(False, door, room))
+        for stack in (first, second):
+            stack.enter_context(turn(False, door, room))
         assert is_free(door, fcntl.LOCK_EX) and is_free(room, fcntl.LOCK_SH), "a third may come"
         waiting = threading.Thread(target=alone)
         waiting.start()

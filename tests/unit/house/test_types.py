@@ -78,14 +78,14 @@ def named(member: ast.stmt) -> str:
 def test_the_stub_names_what_the_module_has():
     tree = ast.parse(STUB.read_text())
     told = {
-        one.name: {name for member in one.body if (name := named(member)) and not name.startswith("_")}
-        for one in tree.body
-        if isinstance(one, ast.ClassDef)
+        node.name: {name for member in node.body if (name := named(member)) and not name.startswith("_")}
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
     }
     for name, kind in inspect.getmembers(_core, inspect.isclass):
         if kind.__module__ == "kvclient._core":
             there = kind.__match_args__ if issubclass(kind, tuple) else vars(kind)
             assert told[name] == {member for member in there if not member.startswith("_")}, name
-    functions = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
-    native = {one for one in vars(_core) if not one.startswith("_") and callable(getattr(_core, one))}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    native = {name for name in vars(_core) if not name.startswith("_") and callable(getattr(_core, name))}
     assert functions == native - set(told)

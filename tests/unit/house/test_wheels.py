@@ -52,9 +52,9 @@ finally:
 
 def run(*args, cwd, env=None, timeout_s=1200):
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    own = {key: value for key, value in os.environ.items() if key not in hidden} | (env or {})
+    environ = {key: value for key, value in os.environ.items() if key not in hidden} | (env or {})
     done = subprocess.run(
-        [str(arg) for arg in args], cwd=cwd, env=own, text=True, timeout=timeout_s,
+        [str(arg) for arg in args], cwd=cwd, env=environ, text=True, timeout=timeout_s,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{args}: exit {done.returncode}\n{done.stdout[-8000:]}"
