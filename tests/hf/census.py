@@ -105,13 +105,13 @@ def examine(model) -> dict[str, str]:
 
 
 def _examined(model, kv) -> dict[str, str]:
-    def same(ids, reused: bool, **given) -> str:
+    def same(ids, reused: bool, **options) -> str:
         answers = []
         for bypass in (True, False):
             torch.manual_seed(5)
             with kv.bypass(bypass, bypass):
                 call = dict(max_new_tokens=NEW, pad_token_id=0, do_sample=False, eos_token_id=None)
-                call.update({"attention_mask": torch.ones_like(ids)}, **given)
+                call.update({"attention_mask": torch.ones_like(ids)}, **options)
                 answers.append(model.generate(ids, **call))
         if kv.last.bypassed:
             return f"without the store ({kv.last.bypassed})"

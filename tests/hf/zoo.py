@@ -252,12 +252,12 @@ def build(
     """The model in eval mode, the same in every process for one seed. None if this release does not know it.
     changed: of its configuration.
     """
-    config_name, model_name, own, *_ = {**SERVED, **MOVED, **LATENT, **INDEXED, **COMPRESSED, **WINDOWED, **RECURRENT, **REFUSED}[name]
+    config_name, model_name, sizes, *_ = {**SERVED, **MOVED, **LATENT, **INDEXED, **COMPRESSED, **WINDOWED, **RECURRENT, **REFUSED}[name]
     if not hasattr(transformers, model_name):
         return None
     if name == "granite_attention" and not hasattr(transformers.DynamicCache, "has_previous_state"):
         return None  # its own code asks the cache for it: transformers 5.0 cannot run it
-    config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **own, **changed})
+    config = getattr(transformers, config_name)(**{**_SIZES, "num_hidden_layers": layers, **sizes, **changed})
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(seed)
@@ -274,8 +274,8 @@ def known(name: str, dtype: torch.dtype = torch.float32, **options):
     return model
 
 
-def near(one: torch.Tensor, other: torch.Tensor, bound: float = 1e-5) -> bool:
-    return float((one - other).abs().max()) <= bound * float(other.abs().max())
+def near(found: torch.Tensor, other: torch.Tensor, bound: float = 1e-5) -> bool:
+    return float((found - other).abs().max()) <= bound * float(other.abs().max())
 
 
 def prompt(length: int, seed: int = 1) -> torch.Tensor:
@@ -283,11 +283,11 @@ def prompt(length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, VOCAB, (1, length), generator=generator)
 
 
-def generate(model, ids, new_tokens: int = 8, **given):
+def generate(model, ids, new_tokens: int = 8, **options):
     """Greedy tokens and the logits of each, plain or hooked."""
-    given.setdefault("attention_mask", torch.ones_like(ids))
+    options.setdefault("attention_mask", torch.ones_like(ids))
     out = model.generate(
         ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, output_logits=True,
-        return_dict_in_generate=True, **given,
+        return_dict_in_generate=True, **options,
     )  # fmt: skip
     return out.sequences, torch.stack(out.logits), cache_of(out)

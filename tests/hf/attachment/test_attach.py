@@ -201,11 +201,11 @@ def fresh_self_test(monkeypatch):
 
 def test_the_self_test_refuses_wrong_kv(client, monkeypatch, fresh_self_test):
     """Each of the self-test's comparisons fails when what it compares is wrong."""
-    own = StoreLayer._open
+    original = StoreLayer._open
 
     def shifted(self, *args):
         opened = self._storage is None
-        own(self, *args)
+        original(self, *args)
         if opened and self._length:
             self._storage[:, :, :, : self._length] += 0.1
 
@@ -239,8 +239,8 @@ def test_the_self_test_refuses_when_generate_goes_elsewhere(client, fresh_self_t
 
 def test_the_self_test_runs_once_per_kind_of_model(client, fresh_self_test, monkeypatch):
     runs = []
-    own = self_test._Trial.run
-    monkeypatch.setattr(self_test._Trial, "run", lambda self, attach: runs.append(1) or own(self, attach))
+    original = self_test._Trial.run
+    monkeypatch.setattr(self_test._Trial, "run", lambda *args: runs.append(1) or original(*args))
     for name in ("llama", "llama", "qwen2"):
         kvclient.hf.attach(build(name), client).detach()
     assert len(runs) == 2
@@ -301,11 +301,11 @@ def test_detach_restores_the_model(client):
 def test_an_own_generate_of_the_instance_is_kept(client):
     model = build("llama")
     calls = []
-    own = model.generate
+    original = model.generate
 
     def mine(*args, **kwargs):
         calls.append(1)
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     model.generate = mine
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:

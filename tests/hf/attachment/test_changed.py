@@ -119,14 +119,14 @@ def test_a_weights_digest_that_was_given_ends_with_the_weights(model, client):
 
 def test_a_forward_of_a_modules_own_is_refused_at_attach_and_while_attached(model, kv, client):
     module = model.model.layers[0].mlp
-    own = module.forward
-    module.forward = lambda x: own(x) * 3
+    original = module.forward
+    module.forward = lambda x: original(x) * 3
     generate(model, prompt(70), 1)
     assert kv.last.bypassed == "refused"
     kv.detach()
     with pytest.raises(kvclient.hf.Refused, match=r"forward.*layers\.0\.mlp"):
         kvclient.hf.attach(model, client, self_test=False)
-    module.forward = own  # as accelerate leaves it when it takes its hooks off
+    module.forward = original  # as accelerate leaves it when it takes its hooks off
     assert reused(model, client) == 64
 
 
@@ -382,10 +382,10 @@ def test_what_a_call_says_with_a_changed_model_is_not_published(model, kv, act):
 
 @pytest.mark.parametrize("act", [change, trained, rescaled])
 def test_a_prompt_computed_while_the_model_changes_is_not_published(model, kv, client, monkeypatch, act):
-    own, before = type(model)._prefill, client.stats()["blocks"]
+    original, before = type(model)._prefill, client.stats()["blocks"]
 
-    def prefill(model, *args, **given):
-        out = own(model, *args, **given)
+    def prefill(model, *args, **kwargs):
+        out = original(model, *args, **kwargs)
         act(model)
         return out
 

@@ -38,7 +38,7 @@ def test_the_modes_of_attach_of_a_call_and_of_what_follows_may_differ(
             repeated = copy.deepcopy(cache)
             repeated.batch_repeat_interleave(2)
         with MODES[going_on]():
-            for one in (cache, twin, repeated):
-                rows = 2 if one is repeated else 1
-                rest, found, _ = generate(model, tokens.repeat(rows, 1), 8, past_key_values=one)
+            for past in (cache, twin, repeated):
+                rows = 2 if past is repeated else 1
+                rest, found, _ = generate(model, tokens.repeat(rows, 1), 8, past_key_values=past)
                 assert torch.equal(rest, plain.repeat(rows, 1)) and near(found[:, :1], logits[4:])

@@ -84,14 +84,14 @@ def test_rows_with_different_reuse(model, client):
 # ---------------------------------------------------------------- ways to generate
 
 
-@pytest.mark.parametrize("given", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
-def test_beam_search(model, client, given):
+@pytest.mark.parametrize("beams", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
+def test_beam_search(model, client, beams):
     ids = prompt(40)
-    plain, *_ = generate(model, ids, 24, **given)
+    plain, *_ = generate(model, ids, 24, **beams)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         for reused in (0, 32):
-            tokens, *_ = generate(model, ids, 24, **given)
-            assert kv.last.reused_tokens == reused * given["num_beams"]
+            tokens, *_ = generate(model, ids, 24, **beams)
+            assert kv.last.reused_tokens == reused * beams["num_beams"]
             assert torch.equal(tokens, plain)
     assert client.stats()["blocks"] == 2, "what beams generated is no text of one row"
 
@@ -99,13 +99,13 @@ def test_beam_search(model, client, given):
 def test_samples_of_one_prompt(model, client):
     ids = prompt(40)
     mask = torch.ones_like(ids)
-    given = {"max_new_tokens": 30, "do_sample": True, "num_return_sequences": 3, "pad_token_id": 0}
+    options = {"max_new_tokens": 30, "do_sample": True, "num_return_sequences": 3, "pad_token_id": 0}
     torch.manual_seed(5)
-    plain = model.generate(ids, attention_mask=mask, **given)
+    plain = model.generate(ids, attention_mask=mask, **options)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         for _ in range(2):
             torch.manual_seed(5)
-            assert torch.equal(model.generate(ids, attention_mask=mask, **given), plain)
+            assert torch.equal(model.generate(ids, attention_mask=mask, **options), plain)
         assert kv.last.reused_tokens == 3 * 32
 
 
@@ -159,10 +159,10 @@ BYPASSED = {
 @pytest.mark.parametrize("reason", BYPASSED)
 def test_what_is_not_an_exact_prefix_is_left_alone_and_counted(model, client, reason):
     ids = prompt(40)
-    given = BYPASSED[reason](ids)
+    options = BYPASSED[reason](ids)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
         generate(model, ids)
-        generate(model, ids, 2, **given)
+        generate(model, ids, 2, **options)
         assert kv.last.bypassed == reason
         assert kv.last.reused_tokens == 0
         assert kv.last.published_blocks == 0
@@ -182,8 +182,8 @@ def test_a_soft_prompt_is_left_alone(model, client):
     ids, soft = prompt(40), torch.full((1, 5, 48), 0.7)
     before = model.prepare_inputs_for_generation
 
-    def with_soft_prompt(input_ids, **given):
-        inputs = before(input_ids, **given)
+    def with_soft_prompt(input_ids, **kwargs):
+        inputs = before(input_ids, **kwargs)
         if inputs["input_ids"].shape[1] == ids.shape[1]:
             rows = model.get_input_embeddings()(inputs.pop("input_ids"))
             inputs |= {"input_ids": None, "inputs_embeds": torch.cat([soft, rows], 1), "position_ids": None}

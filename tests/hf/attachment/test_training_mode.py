@@ -132,8 +132,8 @@ def test_models_of_other_kinds(name):
 def test_the_verdict_is_found_once_per_combination(monkeypatch):
     model = build("llama", layers=2)
     modes, calls = Modes(model, list(model.modules())), []
-    own = modes._judge
-    monkeypatch.setattr(modes, "_judge", lambda: calls.append(0) or own())
+    judge = modes._judge
+    monkeypatch.setattr(modes, "_judge", lambda: calls.append(0) or judge())
     for _ in range(3):
         model.train()
         assert modes.random() is None

@@ -113,10 +113,10 @@ def test_a_plain_table_that_is_exchanged_is_another(client):
 
 def test_a_class_that_was_patched_is_part_of_the_identity(model, kv, client, monkeypatch):
     kind = type(model.model.layers[0].mlp)
-    own = kind.forward
+    original = kind.forward
 
     def forward(self, x):
-        return own(self, x) * 3
+        return original(self, x) * 3
 
     with monkeypatch.context() as patch:
         patch.setattr(kind, "forward", forward)
@@ -157,7 +157,7 @@ def test_what_a_pass_itself_changes_is_no_change(model, client, monkeypatch):
         generate(model, prompt(70), 1)
         with monkeypatch.context() as patch:
             patch.setattr(kv._model_state, "examine", None)
-            for given in ({}, {"num_beams": 2}, {"use_cache": False}, {"output_attentions": True}):
-                generate(model, prompt(70), 3, **given)
+            for options in ({}, {"num_beams": 2}, {"use_cache": False}, {"output_attentions": True}):
+                generate(model, prompt(70), 3, **options)
         assert kv.stats["reused_tokens"] > 0
     assert reused(model, client) == 64

@@ -68,14 +68,14 @@ def test_attach(client):
         attention.install("x")
 
 
-@pytest.mark.parametrize("given", [None, "default", kvclient, kvclient.InMemoryClient])
-def test_what_is_no_client_is_told_from_one(given, client):
+@pytest.mark.parametrize("no_client", [None, "default", kvclient, kvclient.InMemoryClient])
+def test_what_is_no_client_is_told_from_one(no_client, client):
     model = build("llama", layers=1)
     with pytest.raises(InvalidArgument, match=r"client=.*kvclient\.connect\(\)"):
-        kvclient.hf.attach(model, given, self_test=False)
+        kvclient.hf.attach(model, no_client, self_test=False)
     assert "generate" not in model.__dict__ and model.config._attn_implementation == "sdpa"
     with pytest.raises(kvclient.hf.Refused, match="generate"):
-        kvclient.hf.attach(given, client)
+        kvclient.hf.attach(no_client, client)
     client.close()
     with pytest.raises(kvclient.Closed):
         kvclient.hf.attach(model, client, self_test=False)
@@ -137,9 +137,9 @@ def test_kernels():
             kernels.attend(q, position, [[block]], value)
         with pytest.raises(InvalidArgument, match="delta="):
             kernels.turn(np.ones(4), value)
-    for given in ({"base_position": 1.5}, {"first": 1.5}, {"first": 5}, {"tokens": 1.5}, {"tokens": 5}):
-        with pytest.raises(InvalidArgument, match=next(iter(given)).removeprefix("base_")):
-            kernels.segment(keys, keys, **{"base_position": 0, **given})
-    for given in ((8.0, 0), ("8", 0), (8, 32.0), (8, None)):
+    for numbers in ({"base_position": 1.5}, {"first": 1.5}, {"first": 5}, {"tokens": 1.5}, {"tokens": 5}):
+        with pytest.raises(InvalidArgument, match=next(iter(numbers)).removeprefix("base_")):
+            kernels.segment(keys, keys, **{"base_position": 0, **numbers})
+    for numbers in ((8.0, 0), ("8", 0), (8, 32.0), (8, None)):
         with pytest.raises(InvalidArgument, match=r"bits=|group="):
-            kernels.quantise(np.zeros((2, 32, 8), np.float32), *given)
+            kernels.quantise(np.zeros((2, 32, 8), np.float32), *numbers)

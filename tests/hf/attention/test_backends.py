@@ -228,8 +228,8 @@ def test_in_torch_a_query_without_keys_gives_zeros_and_a_nan_stays_one(sinks, so
     query[0, 1, 2, 3] = float("nan")
     seen = torch.ones(1, 1, 3, 5, dtype=torch.bool)
     seen[..., 0, :] = False
-    own = None if sinks is None else torch.tensor(sinks)
-    found = torch_reference.attend(query, key, key, seen, 0.25, softcap, own)
+    sink_logits = None if sinks is None else torch.tensor(sinks)
+    found = torch_reference.attend(query, key, key, seen, 0.25, softcap, sink_logits)
     assert bool((found[:, 0] == 0).all())
     assert bool(found[0, 2, 1].isnan().all()) and int(found.isnan().sum()) == 16
 
@@ -271,11 +271,11 @@ def test_the_kernels_memory_is_the_hosts_whatever_torchs_default_device_is(monke
     monkeypatch.setattr(dense, "_local", threading.local())
     query, key = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 900, 16)
     path = backends.backend(runnable("cpu_avx2")).path
-    given = query, key, key, None, None, 0.25, 0.0, 0, True, path
-    wanted = dense.attend(*given)
+    arguments = query, key, key, None, None, 0.25, 0.0, 0, True, path
+    wanted = dense.attend(*arguments)
     monkeypatch.setattr(dense, "_local", threading.local())
     with torch.device("meta"):
-        assert torch.equal(dense.attend(*given), wanted)
+        assert torch.equal(dense.attend(*arguments), wanted)
 
 
 def test_a_mask_of_its_own_goes_to_torch_and_is_counted(counts):

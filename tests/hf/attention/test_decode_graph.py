@@ -27,11 +27,11 @@ NAMES = ("llama", "qwen3", "gemma", "phi3", "gpt_neox", "gpt2", "llama_yarn", "s
 def steps(monkeypatch):
     """How often a step was recorded and replayed."""
     counts = {"recorded": 0, "replayed": 0}
-    own = decode_step.record_nothing
+    recorder = decode_step.record_nothing
 
     def record(run):
         counts["recorded"] += 1
-        replay, out = own(run)
+        replay, out = recorder(run)
 
         def counted():
             counts["replayed"] += 1
@@ -77,11 +77,11 @@ def test_nothing_the_host_knows_is_in_a_step(client, steps, monkeypatch):
     model, ids = known("llama"), prompt(61)
     attention.install(model, "torch")
     seen = []
-    own = decode_step.Step._run
+    original = decode_step.Step._run
 
     def run(self):
         before = [layer._storage.data_ptr() for layer in self._cache.layers]
-        out = own(self)
+        out = original(self)
         seen.append((self._ids.data_ptr(), self._places.data_ptr(), *before))
         return out
 
@@ -96,8 +96,8 @@ def test_a_step_may_run_any_number_of_times(client, monkeypatch):
     model, ids = known("llama"), prompt(61)
     plain, *_ = generate(model, ids, 20)
     attention.install(model, "torch")
-    own = decode_step.Step._run
-    monkeypatch.setattr(decode_step.Step, "_run", lambda self: [own(self) for _ in range(3)][-1])
+    original = decode_step.Step._run
+    monkeypatch.setattr(decode_step.Step, "_run", lambda self: [original(self) for _ in range(3)][-1])
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv, kv.decode_graph():
         assert torch.equal(generate(model, ids, 20)[0], plain)
 
@@ -138,7 +138,7 @@ def test_what_is_no_step_goes_to_the_model(client, steps, left):
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_in_place_the_tail_does_not_move(name, paged, client, steps):
     """The kernels know the length as an argument: the model's own forward, over memory taken once."""
-    if all(attention.available_backends()[own] for own in ("cpu_avx512", "cpu_avx2")):
+    if all(attention.available_backends()[name] for name in ("cpu_avx512", "cpu_avx2")):
         pytest.skip("no CPU kernels here")
     model, ids = known(name), prompt(61)
     plain, logits, _ = generate(model, ids, 40)
@@ -155,7 +155,7 @@ def test_in_place_the_tail_does_not_move(name, paged, client, steps):
 @pytest.mark.parametrize("in_place", [None, False])
 def test_a_forward_that_was_compiled_is_there_again(in_place, client, steps):
     """Also where nothing is recorded. It computes what is no step."""
-    if in_place is None and all(attention.available_backends()[own] for own in ("cpu_avx512", "cpu_avx2")):
+    if in_place is None and all(attention.available_backends()[name] for name in ("cpu_avx512", "cpu_avx2")):
         pytest.skip("no CPU kernels here")
     model, ids = known("llama", layers=1), prompt(61)
     plain, *_ = generate(model, ids, 5)

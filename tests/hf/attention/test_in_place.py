@@ -96,9 +96,9 @@ def test_no_dense_cache_is_built(client, left):
                 assert layer.storage.shape[3] < 48  # the 13 tokens of the tail and what was generated
                 assert [part[:2] for part in layer._prefix] == [(0, 0), (0, 16), (0, 32)]
                 for block, (_, _, kept, count, _) in zip(blocks, layer._prefix, strict=True):
-                    for array, own in zip(kept, block.layer(number), strict=True):
-                        assert array.ctypes.data == own.ctypes.data
-                        assert (array.shape, count) == (own.shape, BLOCK)
+                    for array, stored in zip(kept, block.layer(number), strict=True):
+                        assert array.ctypes.data == stored.ctypes.data
+                        assert (array.shape, count) == (stored.shape, BLOCK)
     assert left() == {}
 
 
@@ -264,7 +264,7 @@ def test_a_returned_cache_goes_on_under_another_attention(how, layers, paged, cl
         tokens, _, cache = generate(model, ids, 4)
         row_tokens, _, row_cache = generate(model, rows, 4, attention_mask=mask[:, :61])
         assert kv.last.reused_tokens > 0
-        cache, row_cache = (OTHERWISE[how](kv, model, one) or one for one in (cache, row_cache))
+        cache, row_cache = (OTHERWISE[how](kv, model, held) or held for held in (cache, row_cache))
         assert left() == {}
         rest, found, _ = generate(model, tokens, 8, past_key_values=cache)
         assert torch.equal(rest, plain) and near(found, logits[4:])
@@ -281,19 +281,19 @@ def test_a_copied_cache_has_memory_of_its_own(client):
         generate(model, ids)
         _, _, cache = generate(model, ids, 1)
         twin = copy.deepcopy(cache)
-        one, other = (generate(model, torch.cat([ids, prompt(9, seed=s)], 1), 4, past_key_values=c)[0]
+        eight, nine = (generate(model, torch.cat([ids, prompt(9, seed=s)], 1), 4, past_key_values=c)[0]
                       for s, c in ((8, cache), (9, twin)))  # fmt: skip
-    for seed, tokens in ((8, one), (9, other)):
+    for seed, tokens in ((8, eight), (9, nine)):
         assert torch.equal(tokens, generate(model, torch.cat([ids, prompt(9, seed=seed)], 1), 4)[0])
 
 
 def test_beams_and_crops_become_dense_and_are_counted(client, left):
     model, ids = known("llama"), prompt(61)
-    given = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
-    plain = model.generate(ids, **given)
+    options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
     with attached(model, client):
-        model.generate(ids, **given)
-        assert torch.equal(model.generate(ids, **given), plain)
+        model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, **options), plain)
         _, _, cache = generate(model, ids)
         cache.layers[0].become_dense("crop")
         assert cache.layers[0].keys.shape[2] == 68
@@ -304,10 +304,10 @@ def test_a_model_that_changes_its_keys_after_the_cache_is_found_out(client, monk
     """The trap of latent attention: the handle is lost, and attention would see the new tokens only."""
     model = known("llama")
     registered = attention.registered
-    own = registered.attention
+    original = registered.attention
 
     def changed(backend, module, query, key, value, *args, **kwargs):
-        return own(backend, module, query, key * 1.0, value, *args, **kwargs)
+        return original(backend, module, query, key * 1.0, value, *args, **kwargs)
 
     monkeypatch.setattr(registered, "attention", changed)
     registered.register.cache_clear()

@@ -50,11 +50,12 @@ def test_it_is_the_default_and_leaves_with_the_attachment(client, left):
 
 def refuse_self_test(monkeypatch):
     monkeypatch.setattr(self_test, "_passed", {})
-    own = PrefixSource.arrays
+    original = PrefixSource.arrays
 
     def wrong(self, layer):
         return [
-            part._replace(block=(part.block[0], part.block[1] + np.float32(1))) for part in own(self, layer)
+            part._replace(block=(part.block[0], part.block[1] + np.float32(1)))
+            for part in original(self, layer)
         ]
 
     monkeypatch.setattr(PrefixSource, "arrays", wrong)
@@ -121,10 +122,10 @@ def test_a_self_test_that_fails_in_place_leaves_the_dense_way(client, left, monk
 
 def test_kernels_that_say_something_else_than_the_model_are_refused(client, monkeypatch):
     monkeypatch.setattr(self_test, "_passed", {})
-    registered, own = attention.registered, attention.registered.attention
+    registered, original = attention.registered, attention.registered.attention
 
     def wrong(*args, **kwargs):
-        return own(*args, **kwargs)[0] * 1.5, None
+        return original(*args, **kwargs)[0] * 1.5, None
 
     monkeypatch.setattr(registered, "attention", wrong)
     registered.register.cache_clear()
@@ -194,12 +195,12 @@ def test_a_model_from_a_file_has_the_attention_of_before(client, by):
     by(model, *[client] * (by is kvclient.hf.attach))
     assert model.config._attn_implementation.startswith("kvclient_")
     copies = model, copy.deepcopy(model), model.config, copy.deepcopy(model.config)
-    one, other, *configs = [WithoutUs(io.BytesIO(pickle.dumps(own))).load() for own in copies]
-    for loaded in (one, other):
+    restored, other, *configs = [WithoutUs(io.BytesIO(pickle.dumps(copied))).load() for copied in copies]
+    for loaded in (restored, other):
         assert torch.equal(generate(loaded, ids)[0], plain)
-    assert {own._attn_implementation for own in (one.config, other.config, *configs)} == {"sdpa"}
-    attention.install(one)
-    with kvclient.hf.attach(one, client, block_tokens=BLOCK) as kv:
-        assert torch.equal(generate(one, ids)[0], plain)
-        assert kv.backend == attention.installed(one)
-    assert attention.installed(one), "installed by name: not the attachment's to take off"
+    assert {copied._attn_implementation for copied in (restored.config, other.config, *configs)} == {"sdpa"}
+    attention.install(restored)
+    with kvclient.hf.attach(restored, client, block_tokens=BLOCK) as kv:
+        assert torch.equal(generate(restored, ids)[0], plain)
+        assert kv.backend == attention.installed(restored)
+    assert attention.installed(restored), "installed by name: not the attachment's to take off"

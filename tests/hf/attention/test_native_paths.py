@@ -88,8 +88,8 @@ with kvclient.InMemoryClient(8 << 20) as client:
 
 
 def test_a_native_path_that_there_is_not_is_the_reason_of_every_cpu_backend(monkeypatch):
-    own = contract.lacks
-    monkeypatch.setattr(contract, "lacks", lambda name: "KVK_CPU_PATH=x" if name == "auto" else own(name))
+    lacks = contract.lacks
+    monkeypatch.setattr(contract, "lacks", lambda name: "KVK_CPU_PATH=x" if name == "auto" else lacks(name))
     found = attention.available_backends()
     assert all(found[name] is not None for name in ("cpu_amx", "cpu_avx512", "cpu_avx2"))
     assert found["torch"] is None

@@ -143,12 +143,12 @@ def test_rows_that_differ_share_what_the_store_has_of_them(client):
 @pytest.mark.parametrize("reuse", [False, True])
 def test_beams_equal_the_dense_path(client, left, reuse):
     model, ids = known("llama"), prompt(61)
-    given = {"num_beams": 4, "do_sample": False, "max_new_tokens": 80, "pad_token_id": 0}
-    plain = model.generate(ids, **given)
+    options = {"num_beams": 4, "do_sample": False, "max_new_tokens": 80, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
     with attached(model, client) as kv:
         if reuse:
             generate(model, ids)
-        assert torch.equal(model.generate(ids, **given), plain)
+        assert torch.equal(model.generate(ids, **options), plain)
         assert kv.last.reused_tokens == (4 * 48 if reuse else 0)
         stats = kv.paged_stats()
         assert stats.copied > 0
@@ -167,12 +167,12 @@ def test_a_copied_cache_shares_what_it_has_and_parts_when_written(client):
         copies = [copy.deepcopy(cache) for _ in ends]
         stats = kv.paged_stats()
         assert (stats.used, stats.shared, stats.copied) == (1, 1, 0)
-        for end, own, wanted in zip(ends, copies, plain, strict=True):
-            assert torch.equal(generate(model, end, 4, past_key_values=own)[0], wanted)
+        for end, copied, wanted in zip(ends, copies, plain, strict=True):
+            assert torch.equal(generate(model, end, 4, past_key_values=copied)[0], wanted)
         assert kv.paged_stats().copied == 2
         rest = generate(model, torch.cat([ids, prompt(9, seed=8)], 1), 4, past_key_values=cache)[0]
         assert torch.equal(rest, plain[0])
-        del cache, copies, own
+        del cache, copies, copied
         assert used(kv) == 0
 
 
@@ -247,17 +247,17 @@ def test_pages_that_became_tensors_are_free_and_the_cache_goes_on(client, left):
             assert layer.keys is not None
         half = copy.deepcopy(cache)
         assert kv.paged_stats().used == 2
-        for own in (cache, half):
-            assert own.layers[-1].values is not None
+        for past in (cache, half):
+            assert past.layers[-1].values is not None
         del copied
         assert used(kv) == 0
-        for own in (cache, half, plain):  # rows that no table has
-            own.batch_repeat_interleave(3)
-            own.batch_select_indices(torch.tensor([2]))
+        for past in (cache, half, plain):  # rows that no table has
+            past.batch_repeat_interleave(3)
+            past.batch_select_indices(torch.tensor([2]))
         with torch.no_grad():
             wanted = model(prompt(1, seed=5), past_key_values=plain).logits
-            for own in (cache, half):
-                assert near(model(prompt(1, seed=5), past_key_values=own).logits, wanted)
+            for past in (cache, half):
+                assert near(model(prompt(1, seed=5), past_key_values=past).logits, wanted)
         again = pickle.loads(pickle.dumps(cache))
         for layer, twin in zip(cache.layers, again.layers, strict=True):
             assert torch.equal(layer.keys, twin.keys) and torch.equal(layer.values, twin.values)

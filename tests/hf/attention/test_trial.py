@@ -55,10 +55,10 @@ def other(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_that_would_get_another_attention_is_refused_with_the_reason(name):
     model, before = other(name), attention.fallbacks()
-    own = model.config._attn_implementation
+    used = model.config._attn_implementation
     with pytest.raises(InvalidArgument, match=OTHERS[name][1]):
         attention.install(model)
-    assert model.config._attn_implementation == own and switch.PLACE not in model.__dict__
+    assert model.config._attn_implementation == used and switch.PLACE not in model.__dict__
     assert attention.fallbacks() == before
 
 
@@ -71,7 +71,7 @@ def test_attach_serves_such_a_model_without_the_kernels():
 def test_a_model_that_can_have_them_is_tried_once(monkeypatch):
     model = known("mistral_sliding").train()
     runs, forward = [], model.forward
-    monkeypatch.setattr(model, "forward", lambda **given: runs.append(1) or forward(**given))
+    monkeypatch.setattr(model, "forward", lambda **kwargs: runs.append(1) or forward(**kwargs))
     for _ in range(2):
         attention.install(model)
         attention.uninstall(model)

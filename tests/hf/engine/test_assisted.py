@@ -28,16 +28,16 @@ def again(length, count=6):
 def test_it_uses_the_store(client, how, in_place):
     model, ids = build("llama"), again(12)
     plain = generate(build("llama"), ids, 24)[0]
-    given = HOWS[how]()
+    helped = HOWS[how]()
     options = {"block_tokens": BLOCK, "self_test": False, "in_place": in_place}
     with kvclient.hf.attach(model, client, **options) as kv:
-        assert torch.equal(generate(model, ids, 24, **given)[0], plain)
+        assert torch.equal(generate(model, ids, 24, **helped)[0], plain)
         assert (kv.last.bypassed, kv.last.reused_tokens, kv.last.prompt_tokens) == (None, 0, 72)
         assert kv.last.published_blocks >= 9 + 2, "the answer's too"
         assert kv.last.ttft_s > 0
-        assert torch.equal(generate(model, ids, 24, **given)[0], plain)
+        assert torch.equal(generate(model, ids, 24, **helped)[0], plain)
         assert (kv.last.bypassed, kv.last.reused_tokens) == (None, 64)
-        assert torch.equal(generate(model, plain, 24, **given)[0], generate(build("llama"), plain, 24)[0])
+        assert torch.equal(generate(model, plain, 24, **helped)[0], generate(build("llama"), plain, 24)[0])
         assert kv.last.reused_tokens >= 80
         assert torch.equal(generate(model, ids, 24)[0], plain)
         assert kv.last.reused_tokens == 71, "what it published plain generate() takes"
@@ -71,9 +71,9 @@ def test_what_it_cannot_serve_is_left_alone(client):
     model, ids = build("llama"), again(12)
     plain = generate(model, ids, 8)[0]
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
-        one = generate(model, ids[:, :1], 8, prompt_lookup_num_tokens=3)[0]
+        tokens = generate(model, ids[:, :1], 8, prompt_lookup_num_tokens=3)[0]
         assert kv.last.bypassed == "no_prefill"
-        assert torch.equal(one, generate(build("llama"), ids[:, :1], 8)[0])
+        assert torch.equal(tokens, generate(build("llama"), ids[:, :1], 8)[0])
         found = generate(model, ids, 8, prompt_lookup_num_tokens=3, output_hidden_states=True)[0]
         assert kv.last.bypassed == "no_prefill" and torch.equal(found, plain)
         with kv.bypass():

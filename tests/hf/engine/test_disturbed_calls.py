@@ -26,14 +26,14 @@ def test_attention_that_is_switched_in_a_call_ends_it(client, monkeypatch, paged
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=True, paged=paged) as kv:
         generate(model, ids)
         before_last = type(model.model.layers[1].mlp)
-        own, calls = before_last.forward, []
+        original, calls = before_last.forward, []
 
         def forward(self, hidden):
             if hidden.shape[1] > 2:  # no look at the model, which was given another forward
                 calls.append(0)
             if len(calls) == 2:
                 kv.detach()
-            return own(self, hidden)
+            return original(self, hidden)
 
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="in generate"):
             patch.setattr(before_last, "forward", forward)

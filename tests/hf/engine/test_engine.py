@@ -32,7 +32,7 @@ def engine(home, client):
         yield engine
 
 
-def plain(engine, prompt, count=12, **given):
+def plain(engine, prompt, count=12, **options):
     ids = torch.tensor([engine.encode(prompt)])
     with engine.kv.bypass():
         rows = engine.model.generate(
@@ -41,7 +41,7 @@ def plain(engine, prompt, count=12, **given):
             max_new_tokens=count,
             do_sample=False,
             pad_token_id=0,
-            **given,
+            **options,
         )
     return rows[0, ids.shape[1] :].tolist()
 
@@ -94,8 +94,10 @@ def test_greedy_at_temperature_zero_and_the_same_seed_says_the_same(engine):
     """peers' case: temperature 0 divides by zero and takes the first positive logit."""
     assert engine.generate("The capital", 8).tokens == plain(engine, "The capital", 8)
     state = torch.random.get_rng_state()
-    one, two, other = (engine.generate(TEXT, 16, temperature=1.0, top_k=50, seed=s).tokens for s in (1, 1, 2))
-    assert one == two != other
+    said, again, other = (
+        engine.generate(TEXT, 16, temperature=1.0, top_k=50, seed=seed).tokens for seed in (1, 1, 2)
+    )
+    assert said == again != other
     assert torch.equal(torch.random.get_rng_state(), state)
     assert engine.generate(TEXT, 16, temperature=1.0, top_k=1).tokens == plain(engine, TEXT, 16)
 
@@ -359,11 +361,11 @@ PARAGRAPHS = f"{TEXT}\n\n{TEXT[::-1].strip()}\n\n{TEXT.swapcase()}"
 def test_a_text_is_warmed_in_parts_and_found_in_any_order(engine):
     warmed = engine.warm(PARAGRAPHS, chunker="paragraph")
     assert warmed.parts == 3 and warmed.tokens == len(PARAGRAPHS)
-    one, two, three = PARAGRAPHS.split("\n\n")
-    report = engine.generate(f"Swapped: {three}. {one}, {two}?", 2, cacheable_prefix_len=0).report
-    assert report.approximate_tokens >= len(one + two + three) - BLOCK
-    exact = engine.generate(f"{two}\n\n?", 2, cacheable_prefix_len=0).report
-    assert exact.reused_tokens == len(two) + 2
+    paragraph, second, third = PARAGRAPHS.split("\n\n")
+    report = engine.generate(f"Swapped: {third}. {paragraph}, {second}?", 2, cacheable_prefix_len=0).report
+    assert report.approximate_tokens >= len(paragraph + second + third) - BLOCK
+    exact = engine.generate(f"{second}\n\n?", 2, cacheable_prefix_len=0).report
+    assert exact.reused_tokens == len(second) + 2
     with pytest.raises(InvalidArgument, match="chunker"):
         engine.warm(PARAGRAPHS, chunker="best")
 
@@ -379,8 +381,8 @@ def test_parts_are_computed_behind_the_true_tokens_before_them(engine):
 
 def test_a_call_chooses_its_codec(home, client):
     """Each call stores and finds blocks of its own codec, single, in a batch, and ahead."""
-    given = {"dtype": torch.float32, "device": "auto", "block_tokens": 32, "self_test": False}
-    with Engine.from_pretrained(home, client, **given) as engine:
+    options = {"dtype": torch.float32, "device": "auto", "block_tokens": 32, "self_test": False}
+    with Engine.from_pretrained(home, client, **options) as engine:
         assert engine.model.device == torch.device(torch.accelerator.current_accelerator() or "cpu")
         engine.warm(DOCUMENT, codec="int8")
         prompt = DOCUMENT + "What now?"

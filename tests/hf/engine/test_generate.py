@@ -89,9 +89,9 @@ def test_kv_is_stored_as_computed(model, client, backend):
         assert blocks.hits == 3
         for number, block in enumerate(blocks):
             columns = slice(number * BLOCK, (number + 1) * BLOCK)
-            for layer, own in enumerate(cache.layers):
-                assert torch.equal(block.tensor(layer)[0], own.keys[0, :, columns])
-                assert torch.equal(block.tensor(layer)[1], own.values[0, :, columns])
+            for layer, computed in enumerate(cache.layers):
+                assert torch.equal(block.tensor(layer)[0], computed.keys[0, :, columns])
+                assert torch.equal(block.tensor(layer)[1], computed.values[0, :, columns])
             found = meta.unpack(block.meta, BLOCK)
             assert found.token_ids == ids[0, columns].to(torch.int32).numpy().tobytes()
             assert found.content_key == chain.content_keys[number]
@@ -99,21 +99,21 @@ def test_kv_is_stored_as_computed(model, client, backend):
 
 
 def test_another_continuation_shares_the_prefix(model, client):
-    one, other = prompt(70), prompt(70)
+    asked, other = prompt(70), prompt(70)
     other[0, 3 * BLOCK :] = prompt(70 - 3 * BLOCK, seed=9)
     plain, *_ = generate(model, other)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
-        generate(model, one)
+        generate(model, asked)
         tokens, *_ = generate(model, other)
         assert kv.last.reused_tokens == 3 * BLOCK
     assert torch.equal(tokens, plain)
 
 
 def test_another_prefix_shares_nothing(model, client):
-    one, other = prompt(70), prompt(70)
+    asked, other = prompt(70), prompt(70)
     other[0, 0] = (other[0, 0] + 1) % 300
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
-        generate(model, one)
+        generate(model, asked)
         generate(model, other)
         assert kv.last.reused_tokens == 0
 
@@ -156,12 +156,12 @@ class Broken(Exception):
 
 
 def break_at(monkeypatch, layer_index):
-    own = DynamicCache.update
+    original = DynamicCache.update
 
     def update(self, keys, values, index, *args, **kwargs):
         if index == layer_index:
             raise Broken
-        return own(self, keys, values, index, *args, **kwargs)
+        return original(self, keys, values, index, *args, **kwargs)
 
     monkeypatch.setattr(DynamicCache, "update", update)
 

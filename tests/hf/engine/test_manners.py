@@ -87,7 +87,7 @@ def test_a_daemon_is_found_and_nothing_is_said(loaded, daemon, monkeypatch, recw
     with kvclient.hf.Engine(*loaded, block_tokens=16, self_test=False) as engine:
         engine.generate(TEXT, 1)
         assert engine.generate(TEXT, 1).report.reused_tokens > 300
-    assert not [one for one in recwarn if "daemon" in str(one.message)]
+    assert not [warning for warning in recwarn if "daemon" in str(warning.message)]
 
 
 # ---------------------------------------------------------------- figures

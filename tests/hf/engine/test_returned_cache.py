@@ -38,16 +38,16 @@ def longer(tokens, count=30, seed=5):
     return torch.cat([tokens, more], dim=1)
 
 
-def plain(model, ids, new_tokens=24, **given):
+def plain(model, ids, new_tokens=24, **options):
     """Without a cache, and without the store."""
-    return generate(build("llama"), ids, new_tokens, **given)[0]
+    return generate(build("llama"), ids, new_tokens, **options)[0]
 
 
-@pytest.mark.parametrize("given", [DynamicCache, lambda: DynamicCache(config=build("llama").config)])
-def test_an_empty_cache_is_served(model, kv, given):
+@pytest.mark.parametrize("make", [DynamicCache, lambda: DynamicCache(config=build("llama").config)])
+def test_an_empty_cache_is_served(model, kv, make):
     ids = prompt(70)
     for reused in (0, 64):
-        cache = given()
+        cache = make()
         found, _, back = generate(model, ids, 24, past_key_values=cache)
         assert torch.equal(found, plain(model, ids)) and back is cache
         assert (kv.last.bypassed, kv.last.reused_tokens) == (None, reused)

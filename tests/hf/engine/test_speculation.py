@@ -67,12 +67,12 @@ class Told:
         tokens = [t if i < right else (t + 1) % self.vocabulary for i, t in enumerate(true)]
         if not self.tree:
             return Draft.chain(tokens)
-        own, parents, node = [], [], 0
+        drafted, parents, node = [], [], 0
         for token in tokens:  # a wrong sibling before each
-            own += [(token + 2) % self.vocabulary, token]
+            drafted += [(token + 2) % self.vocabulary, token]
             parents += [node, node]
-            node = len(own)
-        return Draft(tuple(own[:nodes]), tuple(parents[:nodes]))
+            node = len(drafted)
+        return Draft(tuple(drafted[:nodes]), tuple(parents[:nodes]))
 
 
 def drafters(model, answer):
@@ -115,11 +115,11 @@ def test_the_whole_output_is_that_of_plain_decoding(model):
         got = plain(model, ids, custom_generate=Speculation(Told(want.sequences[0].tolist())), **options)
         assert torch.equal(got.sequences, want.sequences)
         assert len(got.logits) == len(want.logits)
-        for one, other in zip(got.logits + got.scores, want.logits + want.scores, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        for one, other in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
-            torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
+        for found, wanted in zip(got.logits + got.scores, want.logits + want.scores, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        for found, wanted in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
+            torch.testing.assert_close(found.keys, wanted.keys, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found.values, wanted.values, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_not_drawn_by_the_draft_samples_the_same_tokens(model):
@@ -196,9 +196,10 @@ def table(seed, vocabulary, depth):
 
     def shares(text):
         if text not in found:
-            own = torch.rand(vocabulary, generator=numbers, dtype=torch.float64)
-            own[torch.rand(vocabulary, generator=numbers) < 0.2] = 0
-            found[text] = own / own.sum() if own.sum() else torch.ones(vocabulary).double() / vocabulary
+            weights = torch.rand(vocabulary, generator=numbers, dtype=torch.float64)
+            weights[torch.rand(vocabulary, generator=numbers) < 0.2] = 0
+            weights = weights if weights.sum() else torch.ones(vocabulary).double()
+            found[text] = weights / weights.sum()
         return found[text]
 
     return shares
@@ -324,8 +325,8 @@ def test_keys_and_values_of_rejected_tokens_never_reach_the_store(kind, in_place
         with kvclient.InMemoryClient(32 << 20) as client:
             with kvclient.hf.attach(model, client, block_tokens=16, in_place=in_place) as kv:
                 draft = drafters(model, want[0].tolist())[kind]
-                given = {"custom_generate": Speculation(draft, clock=lambda: 0.0)} if drafts else {}
-                got = plain(model, ids, max_new_tokens=60, **given)
+                options = {"custom_generate": Speculation(draft, clock=lambda: 0.0)} if drafts else {}
+                got = plain(model, ids, max_new_tokens=60, **options)
                 assert torch.equal(got, want) and kv.last.bypassed is None
                 assert kv.last.published_blocks == 6
                 again = plain(model, got, max_new_tokens=8)

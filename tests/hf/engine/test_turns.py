@@ -79,8 +79,8 @@ def test_the_newest_saved_state_outlives_turns_that_cannot_be_saved(engine, clie
 
 def test_a_turn_that_cannot_be_saved_for_an_error_is_undone(engine, monkeypatch):
     talk, wanted = (engine.conversation(name, window=SMALL) for name in ("broken", "whole"))
-    for one in (talk, wanted):
-        one.say(ids(40), 5)
+    for conversation in (talk, wanted):
+        conversation.say(ids(40), 5)
     with monkeypatch.context() as patch:
         patch.setattr(SavedState, "save", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -138,27 +138,28 @@ def test_what_is_kept_is_what_was_computed(model):
     torch.testing.assert_close(layer.recent[1], plain.values[0, :, -held.recent_tokens :])
     first = 12 + held.dropped_tokens
     for index, group in enumerate(layer.older):
-        own = slice(first + 32 * index, first + 32 * (index + 1))
-        far = (layer._dequantised(group)[0] - plain.keys[0, :, own]).norm() / plain.keys[0, :, own].norm()
+        columns = slice(first + 32 * index, first + 32 * (index + 1))
+        computed = plain.keys[0, :, columns]
+        far = (layer._dequantised(group)[0] - computed).norm() / computed.norm()
         assert 0 < far < 0.01
     assert first + held.older_tokens + held.recent_tokens == 200
 
 
 def test_a_second_object_goes_on_bit_by_bit_and_the_first_catches_up(engine):
-    alone, one = engine.conversation("alone", ids(9), SMALL), engine.conversation("both", ids(9), SMALL)
+    alone, talk = engine.conversation("alone", ids(9), SMALL), engine.conversation("both", ids(9), SMALL)
     for turn in range(6):
         other = engine.conversation("both", window=SMALL)
         assert other.turn == turn
         words = ids(21, seed=turn)
         wanted = alone.say(words, 9)
-        answer = (one if turn in (0, 3, 4) else other).say(words, 9)
+        answer = (talk if turn in (0, 3, 4) else other).say(words, 9)
         assert answer.tokens == wanted.tokens and answer.saved
-        own = dataclasses.replace(answer.held, working_bytes=wanted.held.working_bytes)  # of each process
-        assert own == wanted.held
+        held = dataclasses.replace(answer.held, working_bytes=wanted.held.working_bytes)  # of each process
+        assert held == wanted.held
         assert answer.taken_over == (turn in (1, 2, 3, 5))  # not where the same object had left off
     assert engine.conversation("both", window=ALL).turn == 0  # another window, another conversation
-    one.forget()
-    assert one.turn == engine.conversation("both", window=SMALL).turn == 0
+    talk.forget()
+    assert talk.turn == engine.conversation("both", window=SMALL).turn == 0
 
 
 SECOND = """
@@ -196,34 +197,34 @@ def test_another_process_takes_the_conversation_over(daemon, model):
 
 def test_two_that_save_the_same_turn_both_go_on(engine, client, monkeypatch):
     """The last to end stays; what another is still writing is waited for, and not for ever."""
-    one, other = (engine.conversation("same", window=SMALL) for _ in range(2))
+    talk, other = (engine.conversation("same", window=SMALL) for _ in range(2))
     create = client.create
 
-    def after_the_other(*args, **given):
+    def after_the_other(*args, **kwargs):
         monkeypatch.setattr(client, "create", create)
         assert other.say(ids(30, seed=2), 5).saved
-        return create(*args, **given)
+        return create(*args, **kwargs)
 
     monkeypatch.setattr(client, "create", after_the_other)
-    assert one.say(ids(40), 5).saved and one.turn == other.turn == 1
+    assert talk.say(ids(40), 5).saved and talk.turn == other.turn == 1
     third = engine.conversation("same", window=SMALL)
-    assert third._cache.tokens == one._cache.tokens == 44
+    assert third._cache.tokens == talk._cache.tokens == 44
 
-    def never_done(keys, *args, **given):
-        writers.append(create(keys, *args, **given))
-        return create(keys, *args, **given)
+    def never_done(keys, *args, **kwargs):
+        writers.append(create(keys, *args, **kwargs))
+        return create(keys, *args, **kwargs)
 
     writers = []
     monkeypatch.setattr(client, "create", never_done)
     monkeypatch.setattr(saved_state, "WAIT_S", 0.01)
-    assert not one.say(ids(20, seed=3), 5).saved and one.turn == 2
+    assert not talk.say(ids(20, seed=3), 5).saved and talk.turn == 2
     for writer in writers:
         writer.abort()
     monkeypatch.setattr(client, "create", create)
     wanted = engine.conversation("alone", window=SMALL)
     for words in (ids(40), ids(20, seed=3)):
         wanted.say(words, 5)
-    said = one.say(ids(9, seed=4), 5)
+    said = talk.say(ids(9, seed=4), 5)
     assert said.saved and said.tokens == wanted.say(ids(9, seed=4), 5).tokens
 
 
@@ -324,8 +325,8 @@ def test_sampling_stop_strings_and_soft_stops(engine, monkeypatch):
     torch.manual_seed(1)
     sampled = talk.say(ids(20), 12, temperature=1.5, top_k=50, top_p=0.95).tokens
     greedy = engine.conversation("greedy", window=SMALL).say(ids(20), 12)
-    one = engine.conversation("one", window=SMALL).say(ids(20), 12, temperature=1.5, top_k=1).tokens
-    assert one == greedy.tokens != sampled
+    single = engine.conversation("one", window=SMALL).say(ids(20), 12, temperature=1.5, top_k=1).tokens
+    assert single == greedy.tokens != sampled
     penalised = engine.conversation("new words", window=SMALL).say(ids(20), 12, repetition_penalty=1e9).tokens
     assert len(set(penalised)) == 12 and not set(penalised) & set(ids(20)), "nothing is said twice"
     stop = greedy.text[9:13]

@@ -71,9 +71,9 @@ def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client
     """
     model, document = known(name), prompt(60, seed=5)
     ids = torch.cat([prompt(13, seed=2), document, prompt(7, seed=3)], dim=1)
-    given = {"check_layer": 0, "recency_tokens": 0}
+    options = {"check_layer": 0, "recency_tokens": 0}
     repairs = [
-        Repair(method, ratio=ratio, attended_ratio=ratio, **given)
+        Repair(method, ratio=ratio, attended_ratio=ratio, **options)
         for ratio in (0.1, 1.0)
         for method in ("attention", "cacheblend")
     ]

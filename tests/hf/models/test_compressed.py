@@ -16,10 +16,10 @@ from tests.hf.zoo import generate, known, prompt
 BLOCK, NEW = 8, 6
 
 
-def check(model, kv, ids, reused, **given):
+def check(model, kv, ids, reused, **options):
     with kv.bypass():
-        plain, plain_logits, _ = generate(model, ids, NEW, **given)
-    tokens, logits, _ = generate(model, ids, NEW, **given)
+        plain, plain_logits, _ = generate(model, ids, NEW, **options)
+    tokens, logits, _ = generate(model, ids, NEW, **options)
     assert (kv.last.reused_tokens, kv.last.bypassed) == (reused, None)
     assert torch.equal(tokens, plain)
     assert torch.allclose(logits, plain_logits, atol=1e-4, rtol=1e-4)

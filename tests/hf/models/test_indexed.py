@@ -21,10 +21,10 @@ NAMES = ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)]
 pytestmark = pytest.mark.skipif(not INDEXED, reason="this transformers has no layers with an indexer")
 
 
-def check(model, kv, ids, reused, **given):
+def check(model, kv, ids, reused, **options):
     with kv.bypass():
-        plain, plain_logits, _ = generate(model, ids, NEW, **given)
-    tokens, logits, cache = generate(model, ids, NEW, **given)
+        plain, plain_logits, _ = generate(model, ids, NEW, **options)
+    tokens, logits, cache = generate(model, ids, NEW, **options)
     assert (kv.last.reused_tokens, kv.last.bypassed) == (reused, None)
     assert torch.equal(tokens, plain)
     assert torch.allclose(logits, plain_logits, atol=1e-4, rtol=1e-4)

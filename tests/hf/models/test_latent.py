@@ -47,13 +47,13 @@ def test_a_block_is_as_wide_as_the_latent_and_the_rope_key(name, client):
 def test_beams_samples_and_an_answer_that_goes_on(name, client):
     model, ids = known(name), prompt(45)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
-        for given in ({"num_beams": 3}, {"do_sample": True, "top_k": 5, "num_return_sequences": 2}):
-            given = {"max_new_tokens": NEW, "pad_token_id": 0, **given}
+        for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 5, "num_return_sequences": 2}):
+            options = {"max_new_tokens": NEW, "pad_token_id": 0, **options}
             answers = []
             for bypass in (True, False, False):
                 torch.manual_seed(3)
                 with kv.bypass(bypass, bypass):
-                    answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **given))
+                    answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
             assert kv.last.reused_tokens
             assert all(torch.equal(answers[0], other) for other in answers[1:])
         answered, _, cache = generate(model, ids, NEW)

@@ -34,7 +34,8 @@ def chains(kv, ids):
     """Of the layers that need all tokens, of each group, and of states."""
     served_model, tokens = kv._chosen(), ids[0].numpy()
     stored = [*served_model.groups, *([served_model.states] if served_model.states else [])]
-    return [kv.chunker.chain(one, tokens) for one in (kv.identity, *(one.identity for one in stored))]
+    identities = kv.identity, *(part.identity for part in stored)
+    return [kv.chunker.chain(identity, tokens) for identity in identities]
 
 
 def windowed(seed, layers=4):
@@ -108,7 +109,7 @@ def test_a_prompt_with_windows_needs_a_part_of_what_full_attention_does(client):
     shares = {}
     with kvclient.hf.attach(model, client, self_test=False, publish_generated=False) as kv:
         served_model = kv._chosen()
-        forms = [served_model.form, *(one.form for one in served_model.groups)]
+        forms = [served_model.form, *(group.form for group in served_model.groups)]
         assert [form.layers for form in forms] == [3, 15]
         assert kv._model_state.kv.groups[0].window == 512
         for tokens in (1024, 4096):
@@ -143,18 +144,18 @@ def test_groups_come_back_from_disk_after_a_restart(name, served, patient, wait_
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "falcon_h1"])
 def test_followed_and_a_writer_that_dies(name, dies, gate, wait_until):  # noqa: F811
     ids = prompt(70)
-    with kvclient.InMemoryClient(64 << 20) as one, one.another() as other:
+    with kvclient.InMemoryClient(64 << 20) as store, store.another() as other:
         models = [served_here(name), served_here(name)]
         plain, *_ = generate(models[0], ids)
         made = [
             kvclient.hf.attach(model, client, block_tokens=16, follow_timeout_s=WAIT_S)
-            for model, client in zip(models, (one, other), strict=True)
+            for model, client in zip(models, (store, other), strict=True)
         ]
-        closed = gate(one, 0)
+        closed = gate(store, 0)
         writing = Call(models[0], ids)
         assert closed.reached.wait(WAIT_S)
         following = Call(models[1], ids)
-        wait_until(lambda: one.stats()["pins"] >= 1, "the follower's pins on blocks being written")
+        wait_until(lambda: store.stats()["pins"] >= 1, "the follower's pins on blocks being written")
         if dies:
             closed.error = KeyboardInterrupt()
         closed.opened.set()
@@ -162,7 +163,7 @@ def test_followed_and_a_writer_that_dies(name, dies, gate, wait_until):  # noqa:
         assert torch.equal(following.result(), plain)
         assert isinstance(writing.error, KeyboardInterrupt) == dies
         assert made[1].last.reused_tokens == (0 if dies else 64)
-        assert one.stats()["pins"] == 0
+        assert store.stats()["pins"] == 0
         for kv in made:
             kv.detach()
 

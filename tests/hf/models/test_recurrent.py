@@ -31,8 +31,8 @@ NAMES = [pytest.param(name, marks=[] if name in SOME else pytest.mark.slow) for 
 def attached(client):
     made = []
 
-    def attach(model, **given):
-        made.append(kvclient.hf.attach(model, client, block_tokens=BLOCK, **given))
+    def attach(model, **options):
+        made.append(kvclient.hf.attach(model, client, block_tokens=BLOCK, **options))
         return made[-1]
 
     yield attach
@@ -40,13 +40,13 @@ def attached(client):
         kv.detach()
 
 
-def check(model, kv, ids, reused, bound=1e-4, **given):
+def check(model, kv, ids, reused, bound=1e-4, **options):
     with kv.bypass():
-        plain, plain_logits, _ = generate(model, ids, NEW, **given)
-    tokens, logits, _ = generate(model, ids, NEW, **given)
+        plain, plain_logits, _ = generate(model, ids, NEW, **options)
+    tokens, logits, _ = generate(model, ids, NEW, **options)
     assert (kv.last.reused_tokens, kv.last.bypassed) == (reused, None)
     assert torch.equal(tokens, plain)
-    assert all(near(one, other, bound) for one, other in zip(logits, plain_logits, strict=True))
+    assert all(near(found, other, bound) for found, other in zip(logits, plain_logits, strict=True))
     return tokens
 
 
@@ -79,12 +79,12 @@ def test_batches_and_beams(name, attached):
 def test_states_every_so_many_blocks_and_their_bytes(name, client):
     """Another process, with another state_every_blocks, finds them: where they are is no part of the
     identity."""
-    one, other = known(name), known(name)
+    model, other = known(name), known(name)
     ids = prompt(12 * BLOCK + 3)
-    with kvclient.hf.attach(one, client, block_tokens=BLOCK, state_every_blocks=2) as kv:
-        generate(one, ids)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, state_every_blocks=2) as kv:
+        generate(model, ids)
         assert kv.last.published_group_blocks == 7  # with that behind the answer's last whole block
-        states = [layer for layer in one_pass(one, ids).layers if hasattr(layer, "conv_states")]
+        states = [layer for layer in one_pass(model, ids).layers if hasattr(layer, "conv_states")]
         tensors = [t for layer in states for t in (layer.conv_states[0], layer.recurrent_states[0])]
         assert kv.state_bytes == sum(-(-t.nbytes // 16) * 16 for t in tensors)
         identity = kv.identity
@@ -121,10 +121,10 @@ def test_padding_and_outputs_of_the_prompt_go_without_the_store(attached):
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
     asked = {"padding": {"attention_mask": mask}, "prompt_outputs": {"output_hidden_states": True}}
-    for word, given in asked.items():
+    for word, options in asked.items():
         with kv.bypass():
-            plain, *_ = generate(model, ids, NEW, **given)
-        tokens, *_ = generate(model, ids, NEW, **given)
+            plain, *_ = generate(model, ids, NEW, **options)
+        tokens, *_ = generate(model, ids, NEW, **options)
         assert kv.last.bypassed == word
         assert torch.equal(tokens, plain)
 
@@ -146,9 +146,9 @@ def test_a_state_of_other_weights_is_not_found(attached, client):
     kv = attached(model)
     generate(model, ids)
     other = known("falcon_h1", seed=7)
-    with kvclient.hf.attach(other, client, block_tokens=BLOCK) as own:
-        assert own.identity != kv.identity
-        check(other, own, ids, 0)
+    with kvclient.hf.attach(other, client, block_tokens=BLOCK) as foreign:
+        assert foreign.identity != kv.identity
+        check(other, foreign, ids, 0)
 
 
 CHILD = """

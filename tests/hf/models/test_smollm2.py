@@ -46,10 +46,10 @@ def tokens(model_dir) -> list[list[int]]:
     return [tokenizer.encode((ROOT / name).read_text())[:600] for name in TEXTS]
 
 
-def generate(model, ids, new_tokens=NEW_TOKENS, **given):
+def generate(model, ids, new_tokens=NEW_TOKENS, **options):
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
-        eos_token_id=None, output_logits=True, return_dict_in_generate=True, **given,
+        eos_token_id=None, output_logits=True, return_dict_in_generate=True, **options,
     )  # fmt: skip
     return out.sequences, torch.stack(out.logits), out.past_key_values
 
@@ -174,8 +174,8 @@ def test_bf16_is_bitwise_that_of_the_same_kv(daemon, model_dir, tokens, record_p
                 same, same_logits, _ = generate(model, ids, past_key_values=hand_over(model, cache, reused))
             assert torch.equal(warm, same)
             assert torch.equal(warm_logits, same_logits)
-            one, other = (logits[0].float().log_softmax(-1) for logits in (cold_logits, warm_logits))
-            divergences.append(float((one.exp() * (one - other)).sum()))
+            found, wanted = (logits[0].float().log_softmax(-1) for logits in (cold_logits, warm_logits))
+            divergences.append(float((found.exp() * (found - wanted)).sum()))
     record_property("bf16_kl_to_cold", max(divergences))
     assert max(divergences) < 0.05  # two roundings of one model; another prompt's KV gives more than 1
 
@@ -243,12 +243,12 @@ def test_two_that_start_at_once_compute_it_once(daemon, processes, home):
     document, question = (ROOT / "docs" / "tour.md").read_text()[:900], "\n\nIn short,"
     for process in (first, second):
         process.ask(document, question)
-    one, other = first.answer(), second.answer()
-    assert one["text"] == other["text"]
-    assert {one["reused"] > 0, other["reused"] > 0} == {True, False}, "one computes, the other takes"
-    assert one["lost"] == other["lost"] == 0
+    answer, other = first.answer(), second.answer()
+    assert answer["text"] == other["text"]
+    assert {answer["reused"] > 0, other["reused"] > 0} == {True, False}, "one computes, the other takes"
+    assert answer["lost"] == other["lost"] == 0
     with server.connect() as client:
-        assert client.stats()["blocks"] == one["published"] + other["published"]
+        assert client.stats()["blocks"] == answer["published"] + other["published"]
 
 
 @pytest.mark.slow  # 69 s of processor; the test of three processes, above, goes the same way

@@ -19,8 +19,8 @@ LENGTHS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 61)
 EVERY_LENGTH = ("gemma2", "llama4", "gpt_oss", "mistral_sliding")
 
 
-def same(one, other) -> bool:
-    return all(near(a, b) for a, b in zip(one, other, strict=True))
+def same(found, other) -> bool:
+    return all(near(a, b) for a, b in zip(found, other, strict=True))
 
 
 @pytest.mark.parametrize("in_place", [False, None])
@@ -74,11 +74,11 @@ def test_padded_rows_beams_and_an_answer_that_goes_on(name, client):
     mask = torch.ones_like(ids)
     ids[1, :21] = mask[1, :21] = 0
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
-        for given in ({"attention_mask": mask}, {"attention_mask": mask, "num_beams": 3}):
+        for options in ({"attention_mask": mask}, {"attention_mask": mask, "num_beams": 3}):
             with kv.bypass():
-                plain, *_ = generate(model, ids, NEW, **given)
+                plain, *_ = generate(model, ids, NEW, **options)
             for _ in range(2):
-                tokens, *_ = generate(model, ids, NEW, **given)
+                tokens, *_ = generate(model, ids, NEW, **options)
                 assert torch.equal(tokens, plain)
             assert kv.last.reused_tokens or kv.last.bypassed == "padding"
         answered, _, _ = generate(model, prompt(30, seed=3), NEW)

@@ -40,10 +40,10 @@ def model():
 def chosen(monkeypatch):
     """The columns of each pass that were chosen, and what of them goes through the layers."""
     seen = []
-    own = Blend._choose
+    original = Blend._choose
 
     def choose(blend, fresh, *args):
-        own(blend, fresh, *args)
+        original(blend, fresh, *args)
         seen.append((torch.nonzero(fresh).squeeze(1).tolist(), blend.columns().tolist()))
 
     monkeypatch.setattr(Blend, "_choose", choose)
@@ -123,12 +123,12 @@ def test_planted_attention_is_found():
     keys[:, 1, [*planted, 11, 12], 0] = 40.0
     values[:, 1, [11, 12]] = values[:, 1, planted].mean(-2, keepdim=True)  # say what the head says anyhow
     keys[:, 0, 20, 0] = 40.0  # of a group that does not look for it
-    one = AttentionScores(length, 4, 6)
+    scores = AttentionScores(length, 4, 6)
     for layer in (0, 4, 5):
-        tell(one.handed(layer, keys, values), query, 1.0)
-    assert one.of() is None  # neither the first layers nor the last are asked
-    tell(one.handed(1, keys, values), query, 1.0)
-    found = one.of()
+        tell(scores.handed(layer, keys, values), query, 1.0)
+    assert scores.of() is None  # neither the first layers nor the last are asked
+    tell(scores.handed(1, keys, values), query, 1.0)
+    found = scores.of()
     assert found.topk(3).indices.sort().values.tolist() == planted
 
 
@@ -250,12 +250,13 @@ def test_a_common_error_is_found_and_taken_off(convention):
     before = storage - true
     drift = make_drift(Rope([Turning(convention, frequencies)]), values)
     drift.add(0, storage, columns, true[:, :, :, columns])
-    own = values[0, :, near] - values[0, :, near].mean(1, keepdim=True)
+    deviation = values[0, :, near] - values[0, :, near].mean(1, keepdim=True)
     apart = (torch.arange(50)[:, None] - torch.arange(50)).abs()
     common = sum(torch.exp(-apart / reach) for reach in REACHES)
-    common += ALIKE * torch.einsum("hnd,hmd->nm", own, own) / own.square().sum((0, 2)).mean()
-    given = columns[:4] - 10
-    weights = common[:, given] @ torch.linalg.inv(common[given][:, given] + NOISE * torch.eye(4))
+    alike = torch.einsum("hnd,hmd->nm", deviation, deviation) / deviation.square().sum((0, 2)).mean()
+    common += ALIKE * alike
+    known = columns[:4] - 10
+    weights = common[:, known] @ torch.linalg.inv(common[known][:, known] + NOISE * torch.eye(4))
     left = 1 - weights.sum(1, keepdim=True)  # of the error
     after = storage - true
     torch.testing.assert_close(after[..., near, :], before[..., near, :] * left, rtol=0, atol=1e-4)

@@ -44,8 +44,8 @@ def attach(model, client):
     def attach(repair="none", **options):
         for kv in attached:
             kv.detach()
-        given = {"tokenizer": Tokenizer(), "block_tokens": BLOCK, "self_test": False, **options}
-        kv = kvclient.hf.attach(model, client, repair=repair, **given)
+        merged = {"tokenizer": Tokenizer(), "block_tokens": BLOCK, "self_test": False, **options}
+        kv = kvclient.hf.attach(model, client, repair=repair, **merged)
         attached.append(kv)
         return kv
 
@@ -66,8 +66,8 @@ def test_a_prefix_cut_by_content_is_exact(attach, model, rule):
     for asked, least in ((ids, 0), (ids, 200 - BLOCK - 3), (other, 110)):
         with kv.bypass():
             plain, logits, _ = generate(model, asked)
-        tokens, own, _ = generate(model, asked)
-        assert torch.equal(tokens, plain) and torch.allclose(own, logits, atol=1e-5)
+        tokens, warm, _ = generate(model, asked)
+        assert torch.equal(tokens, plain) and torch.allclose(warm, logits, atol=1e-5)
         assert kv.last.reused_tokens >= least
     counts = kv.chunker.chain(kv.identity, ids[0].tolist()).token_counts
     assert len(set(counts)) > 1 and max(counts) <= kv.chunker.most
@@ -151,10 +151,10 @@ def test_what_needs_a_tokenizer_or_whole_groups_says_so(attach, model, client):
 
 def test_what_is_computed_between_and_behind_found_texts_is_found_later(attach, model):
     kv = attach("auto")
-    one, two, new = prompt(60, seed=5), prompt(60, seed=6), prompt(70, seed=7)
-    generate(model, torch.cat([one, prompt(3, seed=1)], 1))
-    generate(model, torch.cat([two, prompt(3, seed=2)], 1))
-    first = torch.cat([prompt(5, seed=8), one, new, two, prompt(5, seed=9)], 1)
+    text, another, new = prompt(60, seed=5), prompt(60, seed=6), prompt(70, seed=7)
+    generate(model, torch.cat([text, prompt(3, seed=1)], 1))
+    generate(model, torch.cat([another, prompt(3, seed=2)], 1))
+    first = torch.cat([prompt(5, seed=8), text, new, another, prompt(5, seed=9)], 1)
     tokens, *_ = generate(model, first, 60)
     assert kv.last.approximate_tokens == 120
     generate(model, torch.cat([prompt(9, seed=10), new, prompt(9, seed=11)], 1))
@@ -166,9 +166,9 @@ def test_what_is_computed_between_and_behind_found_texts_is_found_later(attach, 
 
 def test_a_gap_is_nobodys_prefix(attach, model):
     kv = attach("auto")
-    one, new = prompt(60, seed=5), prompt(70, seed=7)
-    generate(model, one)
-    generate(model, torch.cat([prompt(5, seed=8), one, new], 1))
+    text, new = prompt(60, seed=5), prompt(70, seed=7)
+    generate(model, text)
+    generate(model, torch.cat([prompt(5, seed=8), text, new], 1))
     alone = torch.cat([new, prompt(9, seed=3)], 1)
     generate(model, alone)
     assert (kv.last.reused_tokens, kv.last.approximate_tokens) == (0, 70)
@@ -182,11 +182,11 @@ def test_a_gap_is_nobodys_prefix(attach, model):
 
 def test_of_gaps_too_only_the_cacheable_part_is_published(attach, model, client):
     kv = attach("auto")
-    one = prompt(60, seed=5)
-    generate(model, one)
+    text = prompt(60, seed=5)
+    generate(model, text)
     before = client.stats()["blocks"]
     with kv.limited(publish_tokens=5 + 60 + 40):
-        generate(model, torch.cat([prompt(5, seed=8), one, prompt(70, seed=7)], 1), 40)
+        generate(model, torch.cat([prompt(5, seed=8), text, prompt(70, seed=7)], 1), 40)
     assert client.stats()["blocks"] == before + 3  # 40 tokens: two blocks and their rest
 
 
@@ -220,14 +220,15 @@ def test_parts_are_warmed_where_that_is_asked_for(attach, model):
 def test_sentences_are_seen_where_tokens_begin_with_their_space():
     """As SentencePiece's do, whose tokens, decoded one by one, have none."""
     text = " ".join(" ".join("word" for _ in range(5 + at * 7 % 6)) + "." for at in range(60))
-    own = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "\u2581word": 1, ".": 2}, unk_token="<unk>"))
-    own.pre_tokenizer = pre_tokenizers.Sequence(
+    vocabulary = {"<unk>": 0, "\u2581word": 1, ".": 2}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
     )
-    own.decoder = decoders.Metaspace()
-    ids = own.encode(text).ids
-    assert own.decode(ids) == text and own.decode([1]) == "word"
-    chunker, at, ends = Chunker("sentence", 64, own), 0, []
+    tokenizer.decoder = decoders.Metaspace()
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text and tokenizer.decode([1]) == "word"
+    chunker, at, ends = Chunker("sentence", 64, tokenizer), 0, []
     for count in chunker.counts(ids):
         at += count
         ends.append(ids[at - 1])

@@ -214,8 +214,8 @@ def test_only_chosen_rows_go_through_the_layers(attach, model, check_layer, scan
     """Layers before the check see the scanned rows, the check and those behind it the chosen ones; the last
     one, of which nobody wants more than K and V, the prompt's last row.
     """
-    given = {"check_layer": check_layer, "scan_tokens": scan_tokens}
-    kv = attach(Repair("cacheblend", ratio=0.1, sink_tokens=0, recency_tokens=0, **given))
+    checked = {"check_layer": check_layer, "scan_tokens": scan_tokens}
+    kv = attach(Repair("cacheblend", ratio=0.1, sink_tokens=0, recency_tokens=0, **checked))
     seen = []
     hooks = [
         layer.mlp.register_forward_hook(lambda _m, args, _out: seen.append(args[0].shape[1]))
@@ -244,10 +244,10 @@ def test_what_was_not_scanned_is_as_it_was_stored(attach, model):
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, repair=none, self_test=False):
         _, _, stored = generate(model, asked(13), 1)
     for index in (0, 1, 2, 3):
-        own, full, moved = (one.layers[index].keys[0, :, 13:113] for one in (cache, plain, stored))
-        assert torch.equal(own[:, 40:], moved[:, 40:])
+        scanned, full, moved = (past.layers[index].keys[0, :, 13:113] for past in (cache, plain, stored))
+        assert torch.equal(scanned[:, 40:], moved[:, 40:])
         if index <= 1:  # up to the check all that was scanned is fresh
-            torch.testing.assert_close(own[:, :40], full[:, :40], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(scanned[:, :40], full[:, :40], atol=1e-5, rtol=1e-4)
 
 
 def test_sinks_and_recency_are_fresh():

@@ -62,8 +62,8 @@ def divergence(model, kv, ids, following):
     report = kv.last
     with kv.bypass():
         cold = said(model, first(model, ids), following)
-    own = said(model, out, following)
-    return float((cold.exp() * (cold - own)).sum(-1).mean()), report
+    warm = said(model, out, following)
+    return float((cold.exp() * (cold - warm)).sum(-1).mean()), report
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -36,12 +36,12 @@ def rows(model, monkeypatch):
     """How many rows go through the second layer, pass by pass."""
     seen = []
     layer = model.model.layers[1]
-    own = type(layer).forward
+    original = type(layer).forward
 
     def forward(self, hidden_states, *args, **kwargs):
         if self is layer:
             seen.append(hidden_states.shape[1])
-        return own(self, hidden_states, *args, **kwargs)
+        return original(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(type(layer), "forward", forward)
     return seen
@@ -142,7 +142,7 @@ def test_logits_are_as_the_caller_asked_for(attach, model):
         return_dict_in_generate=True,
     )  # fmt: skip
     assert kv.last.approximate_tokens == 100
-    assert [tuple(one.shape) for one in out.logits] == [(1, out.logits[0].shape[-1])] * 2
+    assert [tuple(scores.shape) for scores in out.logits] == [(1, out.logits[0].shape[-1])] * 2
 
 
 def test_the_estimate_of_planted_distributions():

@@ -46,7 +46,7 @@ def test_it_is_short(name):
     assert len((EXAMPLES / f"{name.split()[0]}.py").read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("name", [*(one for one in WANTED if " " not in one), "demo", "upgrade_demo"])
+@pytest.mark.parametrize("name", [*(name for name in WANTED if " " not in name), "demo", "upgrade_demo"])
 def test_help_needs_neither_torch_nor_a_model(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     done = subprocess.run(

@@ -179,13 +179,13 @@ def test_the_first_tokens_stay_as_computed(client, dtype):
 def test_a_row_whose_padding_is_longer_than_what_is_handed_over(client, pad, in_place):
     """Another row has one block only: of this one, whose first tokens are stored too, next to nothing is."""
     model, length = build("llama"), 101
-    one, other = prompt(length), prompt(length - pad, seed=2)
-    rows, mask = torch.cat([one, one]), torch.ones((2, length), dtype=torch.int64)
+    ids, other = prompt(length), prompt(length - pad, seed=2)
+    rows, mask = torch.cat([ids, ids]), torch.ones((2, length), dtype=torch.int64)
     rows[1, pad:], mask[1, :pad] = other, 0
     _, wanted, _ = generate(model, rows, 2, attention_mask=mask)
     options = {"block_tokens": 32, "codec": "int8", "in_place": in_place, "self_test": False}
     with kvclient.hf.attach(model, client, **options) as kv:
-        generate(model, one[:, :40], 1)
+        generate(model, ids[:, :40], 1)
         generate(model, other, 1)
         _, found, _ = generate(model, rows, 2, attention_mask=mask)
         assert kv.last.reused_tokens == 32 + max(0, 32 - pad)
@@ -307,16 +307,16 @@ def test_a_call_chooses_its_codec(model, client):
     """The attachment's stays what it is, and each finds what it stored itself."""
     ids = prompt(130)
     with kvclient.hf.attach(model, client, block_tokens=64, self_test=False) as kv:
-        own = kv.identity
+        identity = kv.identity
         for codec in ("int8", "int4", Kivi(8, 64), "none"):
             with kv.coded(codec):
-                assert (kv.identity == own) == (codec == "none")
+                assert (kv.identity == identity) == (codec == "none")
                 generate(model, ids)
                 assert kv.last.reused_tokens == 0, codec
                 generate(model, ids)
                 assert kv.last.reused_tokens == 128, codec
                 assert (kv.last.full_tokens > 0) == (codec != "none")
-            assert kv.identity == own
+            assert kv.identity == identity
         generate(model, ids)
         assert kv.last.reused_tokens == 128 and kv.last.full_tokens == 0
         with kv.coded("int8"), kv.coded("int4"):
@@ -326,7 +326,7 @@ def test_a_call_chooses_its_codec(model, client):
         generate(model, ids)
         assert kv.last.reused_tokens == 128, "what a call stored, an attachment of that codec finds"
         with kv.coded("none"):
-            assert kv.identity == own
+            assert kv.identity == identity
 
 
 def test_threads_choose_for_themselves(model, client):
@@ -348,8 +348,8 @@ def test_approximate_reuse_goes_on_in_a_codec_of_the_call(model, client):
     document = prompt(100, seed=5)
     first = torch.cat([prompt(21, seed=2), document, prompt(70, seed=3)], dim=1)
     ids = torch.cat([prompt(38, seed=7), document, prompt(9, seed=4)], dim=1)
-    given = {"block_tokens": BLOCK, "repair": "none", "self_test": False}
-    with kvclient.hf.attach(model, client, **given) as kv:
+    options = {"block_tokens": BLOCK, "repair": "none", "self_test": False}
+    with kvclient.hf.attach(model, client, **options) as kv:
         with kv.coded("int8"):
             generate(model, first)
         generate(model, ids, 1)

@@ -81,10 +81,10 @@ def test_a_daemon_that_is_gone_with_on_error_miss(daemon, model):
 def test_blocks_that_a_dying_daemon_left_unsealed_are_counted(daemon, model, monkeypatch, on_error, again):
     """again: another takes its place before the call ends, which quarantines what was claimed."""
     server, ids = daemon(memory="64MiB"), prompt(70)
-    plain, own, killed = generate(model, ids)[0], Publisher.written, []
+    plain, original, killed = generate(model, ids)[0], Publisher.written, []
 
     def dying(self, layer, *columns):
-        own(self, layer, *columns)
+        original(self, layer, *columns)
         if layer == 1 and not killed:
             killed.append(server.kill())
             if again:
@@ -190,7 +190,7 @@ def test_a_process_killed_in_its_prefill_leaves_nothing(daemon, model, wait_unti
     with server.connect() as client:
         child = os.fork()
         if child == 0:
-            with server.connect() as own, kvclient.hf.attach(model, own, block_tokens=BLOCK):
+            with server.connect() as second, kvclient.hf.attach(model, second, block_tokens=BLOCK):
                 from transformers import DynamicCache
 
                 update = DynamicCache.update

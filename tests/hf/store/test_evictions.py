@@ -104,17 +104,17 @@ def test_what_lies_on_disk_is_told_so(daemon, tmp_path, wait_until):
 
 
 def test_an_unreachable_store_tells_nothing(daemon):
-    one = daemon(memory="16MiB", args=("--discard",))
-    with kvclient.connect(dir=one.dir, on_error="miss") as client:
+    server = daemon(memory="16MiB", args=("--discard",))
+    with kvclient.connect(dir=server.dir, on_error="miss") as client:
         chain, told = stored(client, STORED), []
         seen = Evictions(client, lambda key, _where: told.append(key))
         seen.add(chain)
-        one.stop()
+        server.stop()
         assert seen.look() == 0 and told == []
-        one.start()
-        with kvclient.connect(dir=one.dir):
+        server.start()
+        with kvclient.connect(dir=server.dir):
             pass
-    with kvclient.connect(dir=one.dir) as anew:
+    with kvclient.connect(dir=server.dir) as anew:
         seen._client = anew  # as after the backoff: the daemon began empty
         assert seen.look() == STORED
 

@@ -38,12 +38,12 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     gates = []
-    own = in_memory_writer.GrantedBlock.mark_layer
+    original = in_memory_writer.GrantedBlock.mark_layer
 
     def mark_layer(self, index):
         for gate in gates:
             gate.pass_through(self, index)
-        own(self, index)
+        original(self, index)
 
     monkeypatch.setattr(in_memory_writer.GrantedBlock, "mark_layer", mark_layer)
 
@@ -59,9 +59,9 @@ def gate(monkeypatch):
 class Call(threading.Thread):
     """generate() in another thread, on a model of its own."""
 
-    def __init__(self, model, ids, **given):
+    def __init__(self, model, ids, **options):
         super().__init__(daemon=True)
-        self.model, self.ids, self.given = model, ids, given
+        self.model, self.ids, self.given = model, ids, options
         self.tokens = self.error = None
         self.start()
 
@@ -81,9 +81,9 @@ class Call(threading.Thread):
 def pair():
     """Two attached models on one store: (client, model, kv) each."""
     kvclient.hf.self_test(build("llama"))
-    with kvclient.InMemoryClient(64 << 20) as one, one.another() as other:
+    with kvclient.InMemoryClient(64 << 20) as store, store.another() as other:
         made = []
-        for client in (one, other):
+        for client in (store, other):
             model = build("llama")
             made.append(
                 (
@@ -99,14 +99,14 @@ def pair():
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_who_comes_second_follows_and_computes_nothing_twice(pair, gate, layer, wait_until):
-    (one, writer, first), (_, follower, second) = pair
+    (store, writer, first), (_, follower, second) = pair
     ids = prompt(70)
     plain, *_ = generate(build("llama"), ids)
-    closed = gate(one, layer)
+    closed = gate(store, layer)
     writing = Call(writer, ids)
     assert closed.reached.wait(WAIT_S)
     following = Call(follower, ids)
-    wait_until(lambda: one.stats()["pins"] == 4, "the follower's pins on the blocks being written")
+    wait_until(lambda: store.stats()["pins"] == 4, "the follower's pins on the blocks being written")
     closed.opened.set()
     assert torch.equal(writing.result(), plain)
     assert torch.equal(following.result(), plain)
@@ -117,36 +117,36 @@ def test_who_comes_second_follows_and_computes_nothing_twice(pair, gate, layer, 
         0,
     )
     assert second.last.wait_s > 0
-    assert one.stats()["pins"] == 0
+    assert store.stats()["pins"] == 0
 
 
 def test_a_follower_publishes_what_lies_beyond(pair, gate, wait_until):
     """Its own later blocks are granted to it at once, and written in the same pass."""
-    (one, writer, _), (_, follower, second) = pair
+    (store, writer, _), (_, follower, second) = pair
     short, long = prompt(70)[:, :40], prompt(70)
     plain, *_ = generate(build("llama"), long)
-    closed = gate(one, 1)
+    closed = gate(store, 1)
     writing = Call(writer, short)
     assert closed.reached.wait(WAIT_S)
     following = Call(follower, long)
-    wait_until(lambda: one.stats()["pins"] == 2, "the follower's pins")
+    wait_until(lambda: store.stats()["pins"] == 2, "the follower's pins")
     closed.opened.set()
     writing.result()
     assert torch.equal(following.result(), plain)
     assert (second.last.followed_tokens, second.last.published_blocks) == (32, 2)
-    assert one.stats()["blocks"] == 4
+    assert store.stats()["blocks"] == 4
 
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_writer_that_dies_costs_its_followers_time_only(pair, gate, layer, wait_until):
-    (one, writer, _), (_, follower, second) = pair
+    (store, writer, _), (_, follower, second) = pair
     ids = prompt(70)
     plain, *_ = generate(build("llama"), ids)
-    closed = gate(one, layer)
+    closed = gate(store, layer)
     writing = Call(writer, ids)
     assert closed.reached.wait(WAIT_S)
     following = Call(follower, ids)
-    wait_until(lambda: one.stats()["pins"] == 4, "the follower's pins")
+    wait_until(lambda: store.stats()["pins"] == 4, "the follower's pins")
     closed.error = KeyboardInterrupt()
     closed.opened.set()
     writing.result()
@@ -154,17 +154,17 @@ def test_a_writer_that_dies_costs_its_followers_time_only(pair, gate, layer, wai
     assert torch.equal(following.result(), plain)
     assert second.last.followed_lost == 1
     assert (second.last.reused_tokens, second.last.published_blocks) == (0, 4)
-    assert one.stats()["created"] == 0
+    assert store.stats()["created"] == 0
     tokens, *_ = generate(writer, ids)
     assert torch.equal(tokens, plain)
 
 
 def test_a_writer_that_stands_still_is_not_waited_for(pair, gate):
-    (one, writer, _), (other, follower, second) = pair
+    (store, writer, _), (other, follower, second) = pair
     second.detach()
     ids = prompt(70)
     plain, *_ = generate(build("llama"), ids)
-    closed = gate(one, 1)
+    closed = gate(store, 1)
     writing = Call(writer, ids)
     assert closed.reached.wait(WAIT_S)
     with kvclient.hf.attach(follower, other, block_tokens=BLOCK, follow_timeout_s=0.05) as impatient:
@@ -174,14 +174,14 @@ def test_a_writer_that_stands_still_is_not_waited_for(pair, gate):
         assert impatient.last.published_blocks == 0, "the blocks are still the other's"
     closed.opened.set()
     assert torch.equal(writing.result(), plain)
-    assert one.stats()["blocks"] == 4
+    assert store.stats()["blocks"] == 4
 
 
 def test_following_can_be_switched_off(pair, gate):
-    (one, writer, _), (other, follower, second) = pair
+    (store, writer, _), (other, follower, second) = pair
     second.detach()
     ids = prompt(70)
-    closed = gate(one, 1)
+    closed = gate(store, 1)
     writing = Call(writer, ids)
     assert closed.reached.wait(WAIT_S)
     with kvclient.hf.attach(follower, other, block_tokens=BLOCK, follow=False) as alone:
@@ -193,10 +193,10 @@ def test_following_can_be_switched_off(pair, gate):
 
 def test_two_batches_that_want_each_others_rows_do_not_wait_for_each_other(pair, gate):
     """Row 1 of one is row 2 of the other: both hold a block the other wants."""
-    (one, writer, _first), (_, follower, second) = pair
+    (store, writer, _first), (_, follower, second) = pair
     rows = torch.cat([prompt(40), prompt(40, seed=2), prompt(40, seed=3)])
     plain, *_ = generate(build("llama"), rows)
-    closed = gate(one, 0)
+    closed = gate(store, 0)
     writing = Call(writer, rows[[0, 1]])
     assert closed.reached.wait(WAIT_S)
     tokens = Call(follower, rows[[1, 2]]).result()  # while the writer stands still

@@ -41,9 +41,9 @@ def test_the_last_block_of_the_first_look_is_not_taken_for_a_later_one(client, m
         _, wanted, _ = generate(model, ids, 1)
         get, looks = client.get, []
 
-        def late(keys, *args, **given):
+        def late(keys, *args, **kwargs):
             looks.append(len(keys))
-            blocks = get(keys, *args, **given)
+            blocks = get(keys, *args, **kwargs)
             return Hiding(blocks, SEEN) if len(looks) == 1 else blocks
 
         monkeypatch.setattr(client, "get", late)
@@ -82,30 +82,30 @@ def test_blocks_sealed_before_a_claim_leave_no_wrong_last_block(client, monkeypa
     models, ids, claims = [build("llama", layers=2) for _ in range(2)], prompt(4 * BLOCK), []
     options = {"block_tokens": BLOCK, "codec": "int8", "publish_generated": False, "self_test": False}
     options["in_place"] = in_place
-    own, other = client.another(), client.another()
+    writing, other = client.another(), client.another()
     with (
-        kvclient.hf.attach(models[0], own, **options) as kv,
+        kvclient.hf.attach(models[0], writing, **options) as kv,
         kvclient.hf.attach(models[1], other, **options),
     ):
         generate(models[1], ids[:, : 2 * BLOCK + 6], 1)
         with kv.bypass():
             _, _, plain = generate(models[0], ids, 1)
-        create = own.create
+        create = writing.create
 
-        def late(*args, **given):
+        def late(*args, **kwargs):
             claims.append(args)
             if len(claims) == when:
                 generate(models[1], ids, 1)
-            return create(*args, **given)
+            return create(*args, **kwargs)
 
-        monkeypatch.setattr(own, "create", late)
+        monkeypatch.setattr(writing, "create", late)
         for asked in (ids, torch.cat([ids, prompt(9, seed=2)], dim=1)):
             _, _, cache = generate(models[0], asked, 1)
             for start in range(0, kv.last.reused_tokens // BLOCK * BLOCK, BLOCK):
                 ours, theirs = (c.layers[0].keys[:, :, start : start + BLOCK] for c in (cache, plain))
                 assert near(ours, theirs, 2e-2), start
     assert claims
-    assert own.stats()["created"] == 0
+    assert writing.stats()["created"] == 0
 
 
 @pytest.mark.parametrize("codec", [None, Kivi(8, BLOCK)])
@@ -113,13 +113,13 @@ def test_a_block_is_sealed_only_if_all_its_columns_came(client, codec):
     """They come in stretches, in order: what is behind a gap fills no block, and nothing counts twice."""
     form = BlockFormat(1, 2, 8, torch.float32, codec)
     chain = kvclient.chain(bytes(32), list(range(2 * BLOCK)), BLOCK)
-    own = Publisher(client, client.register_layout(form.layout(BLOCK)), 1, 35, None, Clock(), form)
+    publisher = Publisher(client, client.register_layout(form.layout(BLOCK)), 1, 35, None, Clock(), form)
     storage = torch.randn(2, 1, 2, 2 * BLOCK, 8)
-    own.claim(chain, 0, 0, 0)
+    publisher.claim(chain, 0, 0, 0)
     for start, stop in ((1, BLOCK), (BLOCK, BLOCK + 10), (BLOCK, BLOCK + 20), (BLOCK + 20, 2 * BLOCK)):
-        own.written(0, start, stop, storage, 0)
-    own.seal()
-    own.abort()
-    assert own.published == 1 and list(client.lookup(chain).states) == [0, 2]
+        publisher.written(0, start, stop, storage, 0)
+    publisher.seal()
+    publisher.abort()
+    assert publisher.published == 1 and list(client.lookup(chain).states) == [0, 2]
     read = form.read_tensor(client.get(chain[1:])[0], 0)
     assert near(read, storage[:, 0, :, BLOCK:], 1e-2)

@@ -23,11 +23,11 @@ TEXT = DOCUMENT[0].tolist()
 def pinning(home, client):
     """An engine whose store has the document behind twelve preambles."""
     options = {"block_tokens": BLOCK, "repair": "none", "self_test": False}
-    with Engine.from_pretrained(home, client, dtype=torch.float32, **options) as one:
+    with Engine.from_pretrained(home, client, dtype=torch.float32, **options) as engine:
         for seed in range(100, 112):
-            with one.kv.limited(inside=False):
-                generate(one.model, torch.cat([prompt(BLOCK, seed=seed), DOCUMENT], dim=1), 1)
-        yield one
+            with engine.kv.limited(inside=False):
+                generate(engine.model, torch.cat([prompt(BLOCK, seed=seed), DOCUMENT], dim=1), 1)
+        yield engine
     assert client.stats()["pins"] == 0
 
 
@@ -54,8 +54,8 @@ def test_a_pin_that_fails_leaves_the_one_before(pinning, client, monkeypatch):
 def test_two_pins_of_a_text_at_once_are_one(pinning, client, monkeypatch):
     meet, plan = threading.Barrier(2), engine.plan
 
-    def both(*args, **given):
-        found = plan(*args, **given)
+    def both(*args, **kwargs):
+        found = plan(*args, **kwargs)
         meet.wait(DEADLINE_S)
         return found
 

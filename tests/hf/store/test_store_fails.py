@@ -55,10 +55,10 @@ class Fails:
         self.step, self.error, self.left = step, error, good
         self.failed = 0
 
-    def __call__(self, *args, **given):
+    def __call__(self, *args, **kwargs):
         if self.left:
             self.left -= 1
-            return self.step(*args, **given)
+            return self.step(*args, **kwargs)
         self.failed += 1
         raise self.error("the store is gone")
 
@@ -66,7 +66,7 @@ class Fails:
 def fail(monkeypatch, where, error=Unavailable, good=0):
     owner, name = where
     failing = Fails(getattr(owner, name), error, good)
-    monkeypatch.setattr(owner, name, lambda *args, **given: failing(*args, **given))
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: failing(*args, **kwargs))
     return failing
 
 

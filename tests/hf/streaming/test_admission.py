@@ -116,11 +116,11 @@ def test_what_is_too_large_is_refused_with_the_numbers_or_cut(model):
 
 def test_it_grows_with_everything_that_is_asked(model):
     admission = Admission(model, memory=1 << 40)
-    own = admission.estimate(100, 20).bytes
-    assert admission.estimate(101, 20).bytes > own
-    assert admission.estimate(100, 21).bytes > own
-    assert admission.estimate(100, 20, rows=2).bytes > own
-    assert Admission(model, memory=1 << 40, chunk=50).estimate(100, 20).bytes < own
+    needed = admission.estimate(100, 20).bytes
+    assert admission.estimate(101, 20).bytes > needed
+    assert admission.estimate(100, 21).bytes > needed
+    assert admission.estimate(100, 20, rows=2).bytes > needed
+    assert Admission(model, memory=1 << 40, chunk=50).estimate(100, 20).bytes < needed
 
 
 def test_a_call_that_took_more_raises_all_that_follow(model):

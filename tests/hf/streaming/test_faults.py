@@ -50,7 +50,7 @@ def want(home):
 
 
 def faulty(home, schedule):
-    return opened(home, mover=lambda own: DiskMover(*own.paths, faults=schedule))
+    return opened(home, mover=lambda streams: DiskMover(*streams.paths, faults=schedule))
 
 
 @pytest.mark.parametrize("fault", ["eio", "flip"])
@@ -106,7 +106,7 @@ def test_a_slow_disk_is_waited_for(home, want):
             assert gate.acquire(timeout=60)
             slot[:] = slot_bytes
 
-    model = opened(home, mover=lambda own: Slow(*own.paths))
+    model = opened(home, mover=lambda streams: Slow(*streams.paths))
     answers = []
     thread = threading.Thread(target=lambda: answers.append(logits(model)))
     thread.start()
@@ -135,7 +135,7 @@ def test_close_ends_reads_and_who_waits(home):
             super().close()
 
     closing, errors = threading.Event(), []
-    model = opened(home, mover=lambda own: Held(*own.paths) if entered.clear() is None else None)
+    model = opened(home, mover=lambda streams: Held(*streams.paths) if entered.clear() is None else None)
 
     def run():
         try:
@@ -165,8 +165,8 @@ def test_a_checkpoint_replaced_while_it_runs(home, tmp_path, want):
     renewed = opened(tmp_path)  # writes a rearranged file of its own, at the same place
     assert torch.equal(logits(model), want)
     assert not torch.equal(logits(renewed), want)
-    for own in (model, renewed):
-        streams_of(own).close()
+    for streamed in (model, renewed):
+        streams_of(streamed).close()
 
 
 TWO = """
@@ -186,8 +186,8 @@ def test_of_two_processes_that_rearrange_one_waits(home, tmp_path):
         (tmp_path / file).write_bytes((home / file).read_bytes())
     command = [sys.executable, "-c", TWO, str(tmp_path)]
     both = [WarmPython(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [one.communicate(timeout=300)[0].split() for one in both]
-    assert [one.returncode for one in both] == [0, 0]
+    said = [process.communicate(timeout=300)[0].split() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
     assert sorted(count != "0" for count, _ in said) == [False, True]
     assert said[0][1] == said[1][1]
     assert sorted(path.suffix for path in tmp_path.glob("kvstored-*")) == [".bin", ".json", ".lock"]

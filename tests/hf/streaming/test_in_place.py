@@ -42,14 +42,14 @@ def scattered(checkpoint, into):
     tensors = load_file(checkpoint / "model.safetensors")
     for number in range(3):
         file = f"part-{number}.safetensors"
-        own = {name: tensors[name] for i, name in enumerate(sorted(tensors)) if i % 3 == number}
-        save_file(own, into / file)
+        part = {name: tensors[name] for i, name in enumerate(sorted(tensors)) if i % 3 == number}
+        save_file(part, into / file)
         data = (into / file).read_bytes()
         length = int.from_bytes(data[:8], "little")
         odd = 5 + 2 * number  # so that no tensor begins where its type would have it
         text = data[8 : 8 + length] + b" " * odd
         (into / file).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-        names |= dict.fromkeys(own, file)
+        names |= dict.fromkeys(part, file)
     (into / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     return into
 

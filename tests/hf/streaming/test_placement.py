@@ -44,8 +44,8 @@ def home(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("packed"), model, 32)
 
 
-def opened(home, monkeypatch, given, mover=host_memory, **config):
-    monkeypatch.setattr(Streams, "measured", lambda self, rows: given)
+def opened(home, monkeypatch, costs, mover=host_memory, **config):
+    monkeypatch.setattr(Streams, "measured", lambda self, rows: costs)
     config = StreamingConfig(residency="full_stream", host_threads=2, **config)
     return StreamingCausalLM.from_pretrained(home, config, mover=mover)
 
@@ -55,16 +55,16 @@ def logits(model, prompt=PROMPT):
         return model(prompt).logits
 
 
-def ends(found, given, slots, turns=50):
+def ends(found, costs, slots, turns=50):
     """Seconds of so many passes by a choice, in a simulation of its own."""
     now, link, freed = 0.0, 0.0, [0.0] * slots
     for _ in range(turns):
         for layer, length in MOVED.items():
             if found[layer] == "host":
-                now += given.seconds("host", 1)
+                now += costs.seconds("host", 1)
                 continue
-            link = max(link, freed.pop(0)) + length / given.link
-            now = max(now, link) + given.seconds("device", 1)
+            link = max(link, freed.pop(0)) + length / costs.link
+            now = max(now, link) + costs.seconds("device", 1)
             freed.append(now)
     return now
 
@@ -82,10 +82,10 @@ def test_each_layer_is_computed_where_it_ends_first():
 
 
 def test_many_rows_go_where_they_are_cheap():
-    given = Costs(1000, {1: 0.01, 16: 0.02}, {1: 0.1, 16: 1.6})
-    assert set(given.choose(MOVED, 2, 1).values()) == {"host"}
-    assert "device" in given.choose(MOVED, 2, 64).values()
-    assert given.seconds("host", 2) == 1.6 and given.seconds("host", 64) == pytest.approx(6.4)
+    costs = Costs(1000, {1: 0.01, 16: 0.02}, {1: 0.1, 16: 1.6})
+    assert set(costs.choose(MOVED, 2, 1).values()) == {"host"}
+    assert "device" in costs.choose(MOVED, 2, 64).values()
+    assert costs.seconds("host", 2) == 1.6 and costs.seconds("host", 64) == pytest.approx(6.4)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_no_choice_changes_a_bit(home, monkeypatch, link_s, device_s, host_s, on
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     want, said = logits(plain), plain.generate(PROMPT, **options)
     length = streaming_stats(opened(home, monkeypatch, costs(1, 1, None)))["bytes_per_pass"] / LAYERS
-    given = Costs(length / link_s, {1: device_s, 16: device_s, 32: device_s}, {1: host_s, 32: host_s})
-    model = opened(home, monkeypatch, given)
+    fitted = Costs(length / link_s, {1: device_s, 16: device_s, 32: device_s}, {1: host_s, 32: host_s})
+    model = opened(home, monkeypatch, fitted)
     threads = torch.get_num_threads()
     assert torch.equal(logits(model), want) and torch.equal(model.generate(PROMPT, **options), said)
     assert torch.get_num_threads() == threads
@@ -113,9 +113,9 @@ def test_no_choice_changes_a_bit(home, monkeypatch, link_s, device_s, host_s, on
 
 def test_both_sides_at_one_time(home, monkeypatch):
     """One row on the host, twenty on the device, by two threads: a layer's weights are never another's."""
-    given = Costs(1e12, {1: 1e-3, 32: 1e-3}, {1: 1e-6, 2: 10.0})
-    model = opened(home, monkeypatch, given)
-    want, one = logits(model), logits(model, PROMPT[:, :1])
+    costs = Costs(1e12, {1: 1e-3, 32: 1e-3}, {1: 1e-6, 2: 10.0})
+    model = opened(home, monkeypatch, costs)
+    want, short = logits(model), logits(model, PROMPT[:, :1])
     wrong, failed = [], []
 
     def passes(prompt, wanted):
@@ -126,7 +126,7 @@ def test_both_sides_at_one_time(home, monkeypatch):
         except Exception as error:
             failed.append(error)
 
-    work = [(PROMPT, want), (PROMPT[:, :1], one), (PROMPT, want), (PROMPT[:, :1], one)]
+    work = [(PROMPT, want), (PROMPT[:, :1], short), (PROMPT, want), (PROMPT[:, :1], short)]
     threads = [threading.Thread(target=passes, args=each) for each in work]
     for thread in threads:
         thread.start()

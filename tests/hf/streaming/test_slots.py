@@ -34,7 +34,7 @@ class Simulation:
         self.fills = 0
         self.movers: list[tuple[int, Slot] | None] = [None] * self.dice.randint(1, 3)
         self.readers = [self.reader() for _ in range(self.dice.randint(1, 3))]
-        self.waiting = [next(one, None) for one in self.readers]  # each: whether it can go on
+        self.waiting = [next(reader, None) for reader in self.readers]  # each: whether it can go on
         self.failures = 0
 
     def reader(self):
@@ -74,8 +74,8 @@ class Simulation:
 
     def moves(self) -> list:
         found = [lambda i=i: self.read(i) for i, ready in enumerate(self.waiting) if ready and ready()]
-        for i, own in enumerate(self.movers):
-            found.append((lambda i=i: self.end(i)) if own else (lambda i=i: self.begin(i)))
+        for i, moving in enumerate(self.movers):
+            found.append((lambda i=i: self.end(i)) if moving else (lambda i=i: self.begin(i)))
         return found
 
     def read(self, i: int) -> None:
@@ -101,8 +101,8 @@ class Simulation:
                 break
             self.dice.choice(self.moves())()
         assert not any(self.waiting), "somebody waits for ever"
-        for i, own in enumerate(self.movers):
-            if own:
+        for i, moving in enumerate(self.movers):
+            if moving:
                 self.end(i)
         assert all(slot.users == 0 and slot.free() for slot in self.table.slots) and not self.table._asked
 
@@ -110,15 +110,15 @@ class Simulation:
 def simulate(seeds) -> int:
     failures = 0
     for seed in seeds:
-        one = Simulation(seed)
+        simulation = Simulation(seed)
         try:
-            one.run()
+            simulation.run()
         except AssertionError as error:
-            for reader in one.readers:  # what they would do when they are collected, wherever that is
+            for reader in simulation.readers:  # what they would do when they are collected, wherever that is
                 with contextlib.suppress(AssertionError):
                     reader.close()
             raise AssertionError(f"seed {seed}: {error}") from error
-        failures += one.failures
+        failures += simulation.failures
     return failures
 
 

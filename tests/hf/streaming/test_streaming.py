@@ -110,7 +110,7 @@ def test_two_threads_share_the_slots(checkpoint):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(got) == 10 and all(torch.equal(one, want) for one in got)
+    assert len(got) == 10 and all(torch.equal(found, want) for found in got)
     streams_of(model).close()
 
 

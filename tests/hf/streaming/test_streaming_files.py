@@ -54,30 +54,30 @@ def written(path, said, data=b"\0" * 64, length=None):
     return path
 
 
-def one(**changed):
+def tensor(**changed):
     return {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]} | changed}
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (one(data_offsets=[0, 80]), r"a lies at \[0, 80\] of 64 bytes"),
-        (one(data_offsets=[16, 0]), "a lies at"),
-        (one(data_offsets=[-16, 0]), "a lies at"),
-        (one(data_offsets=[0, 16.0]), "a lies at"),
-        (one(data_offsets=[0]), "a lies at"),
-        (one(shape=[2, 3]), r"a is F32\[2, 3\] in 16 bytes"),
-        (one(shape=[1 << 62, 1 << 62]), "a has shape"),
-        (one(shape=[True, 4]), "a has shape"),
-        (one(shape="2x2"), "a has shape"),
-        (one(shape=[1] * 1000), "a has shape"),
-        (one(dtype="Q4"), "a has dtype Q4; known are"),
-        (one(dtype=["F32"]), "a has dtype"),
+        (tensor(data_offsets=[0, 80]), r"a lies at \[0, 80\] of 64 bytes"),
+        (tensor(data_offsets=[16, 0]), "a lies at"),
+        (tensor(data_offsets=[-16, 0]), "a lies at"),
+        (tensor(data_offsets=[0, 16.0]), "a lies at"),
+        (tensor(data_offsets=[0]), "a lies at"),
+        (tensor(shape=[2, 3]), r"a is F32\[2, 3\] in 16 bytes"),
+        (tensor(shape=[1 << 62, 1 << 62]), "a has shape"),
+        (tensor(shape=[True, 4]), "a has shape"),
+        (tensor(shape="2x2"), "a has shape"),
+        (tensor(shape=[1] * 1000), "a has shape"),
+        (tensor(dtype="Q4"), "a has dtype Q4; known are"),
+        (tensor(dtype=["F32"]), "a has dtype"),
         ({"a": 3}, "a has dtype None"),
         ([], "header that is no object"),
         (b"{", "no header that can be read"),
         (b"[" * 100_000, "no header that can be read"),
-        ({**one(), "b": one(data_offsets=[8, 24])["a"]}, "b lies inside of another tensor"),
+        ({**tensor(), "b": tensor(data_offsets=[8, 24])["a"]}, "b lies inside of another tensor"),
     ],
 )
 def test_a_header_that_lies_is_refused_by_name(tmp_path, said, words):
@@ -88,7 +88,7 @@ def test_a_header_that_lies_is_refused_by_name(tmp_path, said, words):
 def test_lengths_that_lie_are_refused(tmp_path):
     for length in (0, 1 << 20, (1 << 64) - 1):
         with pytest.raises(InvalidArgument, match="header"):
-            header(written(tmp_path / "model.safetensors", one(), length=length))
+            header(written(tmp_path / "model.safetensors", tensor(), length=length))
     (tmp_path / "short").write_bytes(b"123")
     with pytest.raises(InvalidArgument, match="3 in all"):
         header(tmp_path / "short")
@@ -111,7 +111,7 @@ def test_changed_headers_are_refused_or_lie_inside_of_the_file(tmp_path):
         except InvalidArgument:
             refused += 1
         else:
-            assert all(0 <= own.offset <= own.offset + own.length <= len(whole) for own in found.values())
+            assert all(0 <= at.offset <= at.offset + at.length <= len(whole) for at in found.values())
     assert refused > 1000
 
 
@@ -282,11 +282,11 @@ def test_the_identity_is_that_of_the_model_in_memory(tmp_path, monkeypatch):
 def test_auto_streams_what_costs_the_least_a_token():
     layers = [{"attention": 100, "ffn": 200}] * 10
     config = {"residency": "auto", "n_staging_slots": 2}
-    own = Vocabulary(embedding=1000, head=1000, piece=100, rows=50)
+    vocabulary = Vocabulary(embedding=1000, head=1000, piece=100, rows=50)
     work = 256 << 20
 
     def chosen(memory):
-        return plan(StreamingConfig(**config, memory=memory + work), layers, 10, own)
+        return plan(StreamingConfig(**config, memory=memory + work), layers, 10, vocabulary)
 
     assert (chosen(5010).moved, chosen(5010).vocabulary) == (0, ())
     found = chosen(5009)  # rows of the embedding cost nothing

@@ -24,10 +24,10 @@ WAYS = 6  # prefix, selective, three of cacheblend, attention
 def test_a_pair_is_measured_at_its_answers_positions(model, kv, monkeypatch):
     """The distribution of each token of the answer, behind the whole prompt and the answer before it."""
     seen = []
-    own = verify._said
+    original = verify._said
 
     def said(model, out, following):
-        seen.append((following, own(model, out, following)))
+        seen.append((following, original(model, out, following)))
         return seen[-1][1]
 
     monkeypatch.setattr(verify, "_said", said)
@@ -58,13 +58,13 @@ class Stop(Exception):
 def steps_until(monkeypatch, kv, stop, pairs=PAIRS):
     """Ways of reuse that calibrate() tried, until so many were; and what it said of its progress."""
     tried, said = [], []
-    own = verify._tried
+    original = verify._tried
 
     def once(*args):
         if len(tried) == stop:
             raise Stop
         tried.append(0)
-        return own(*args)
+        return original(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_tried", once)

@@ -34,14 +34,14 @@ def too_low(monkeypatch):
 def ways(kv, monkeypatch, stop=99, pairs=PAIRS):
     """(the cautions that calibrate() tried, question by question, until so many were; what it said)."""
     tried, said = [], []
-    own = verify._tried
+    original = verify._tried
 
     def once(model, trial, repair, *args):
         if repair is not None:
             if len(tried) == stop:
                 raise KeyboardInterrupt
             tried.append(repair.caution)
-        return own(model, trial, repair, *args)
+        return original(model, trial, repair, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_tried", once)

@@ -64,6 +64,6 @@ def test_the_halves_have_no_text_in_common(texts):
 
 def test_a_case_is_the_same_whenever_it_is_drawn(texts):
     encode = lambda text: list(text.encode())  # noqa: E731
-    one, again = (draw("swapped", 7, texts, encode) for _ in range(2))
-    assert one == again != draw("swapped", 8, texts, encode)
-    assert one.stored != one.ids and len(one.questions) == 3
+    case, again = (draw("swapped", 7, texts, encode) for _ in range(2))
+    assert case == again != draw("swapped", 8, texts, encode)
+    assert case.stored != case.ids and len(case.questions) == 3

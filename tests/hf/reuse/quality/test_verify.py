@@ -193,10 +193,10 @@ def test_what_is_kept_is_what_was_measured(model, client, monkeypatch):
     monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
     with kvclient.hf.attach(model, client, block_tokens=16, repair="selective", self_test=False) as kv:
         wanted = kv.calibrate(PROMPTS)["selective"]
-        own = Repair("selective", seam_tokens=60, sink_tokens=9, recency_tokens=30)
+        repair = Repair("selective", seam_tokens=60, sink_tokens=9, recency_tokens=30)
         served = kv._model_state.served
         kv._model_state.served = dataclasses.replace(
-            served, non_prefix=dataclasses.replace(served.non_prefix, repair=own)
+            served, non_prefix=dataclasses.replace(served.non_prefix, repair=repair)
         )
         found = kv.calibrate(PROMPTS)["selective"]
         assert (found.found, found.mean_kl) == (wanted.found, wanted.mean_kl)

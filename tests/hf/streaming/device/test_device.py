@@ -122,7 +122,7 @@ class OnDevice(Simulation):
         for slot in self.table.slots:
             slot.memory = self.mover.memory(2 * LENGTH)
         self.readers = [self.pass_of(self.runtime.Stream()) for _ in self.readers]
-        self.waiting = [next(one, None) for one in self.readers]
+        self.waiting = [next(reader, None) for reader in self.readers]
 
     def pass_of(self, stream):
         for layer in range(self.layers):
