@@ -94,14 +94,14 @@ class VllmProcess:
 
     def __init__(self, log: Path, env: dict[str, str], options: dict) -> None:
         self._log = log
-        own = {
+        variables = {
             "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         }  # fmt: skip
         with open(log, "wb") as errors:
             self.process = subprocess.Popen(
                 [python_of("vllm"), "-m", "tests.engines.vllm.vllm_process"], cwd=ROOT,
-                env={**os.environ, **own, **env},
+                env={**os.environ, **variables, **env},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             )  # fmt: skip
         self.send(options)

@@ -17,12 +17,12 @@ def flip_in_pool(directory: Path, content: bytes) -> None:
         os.close(fd)
 
 
-def first_block_bytes(one):
+def first_block_bytes(kvstored):
     """Some bytes of a block that lies in the pool."""
     from kvstored.v1 import admin_pb2
     from tests.conformance.grpc_door import GrpcClient
 
-    with GrpcClient(str(one.dir / "grpc.sock")) as door:
+    with GrpcClient(str(kvstored.dir / "grpc.sock")) as door:
         name = door.admin.List(admin_pb2.ListRequest()).blocks[0].key
-    with one.connect().get([bytes(name)]) as blocks:
+    with kvstored.connect().get([bytes(name)]) as blocks:
         return blocks[0].layer(0).tobytes()[:64]

@@ -20,30 +20,31 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
 def test_vllm(daemon, tiny_model):
-    one = daemon()
+    kvstored = daemon()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
            "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
-    run_scene(one, ["tests.engines.vllm.vllm_documented_scene", str(one.dir), tiny_model(0)], env, 800.0)
+    words = ["tests.engines.vllm.vllm_documented_scene", str(kvstored.dir), tiny_model(0)]
+    run_scene(kvstored, words, env, 800.0)
 
 
 def test_sglang(daemon, tiny_model):
-    sglang, one = load(), daemon()
+    sglang, kvstored = load(), daemon()
     flag = "--hicache-storage-backend-extra-config"
-    (extra,) = arguments(flag, **{"/run/kvstored": str(one.dir), "MODEL": tiny_model(0)})
+    (extra,) = arguments(flag, **{"/run/kvstored": str(kvstored.dir), "MODEL": tiny_model(0)})
     keys, pages = hashes(0, 2), []
     for _ in range(2):  # two engines
         pool = HostPool()
         backend = sglang.factory.StorageBackendFactory.create_backend("dynamic", config(sglang, extra), pool)
         backend.register_mem_pool_host(pool)
         pages.append((backend, pool))
-    (first, own), (second, other) = pages
+    (first, filled), (second, other) = pages
     for page in (0, 1):
-        own.fill(page, page)
-    assert first.batch_set_v1(keys, own.slots([0, 1])) == [True, True]
+        filled.fill(page, page)
+    assert first.batch_set_v1(keys, filled.slots([0, 1])) == [True, True]
     assert second.batch_exists(keys) == 2
     assert second.batch_get_v1(keys, other.slots([0, 1])) == [True, True]
-    assert (other.kv_buffer == own.kv_buffer).all()
+    assert (other.kv_buffer == filled.kv_buffer).all()
     for backend, _ in pages:
         backend.close()
 
@@ -61,14 +62,15 @@ adapter.close()
 
 
 def test_lmcache(daemon, tiny_model, tmp_path):
-    one, env = daemon(), environment()
-    (adapter,) = arguments("--l2-adapter", **{"/run/kvstored": str(one.dir), "/models/model": tiny_model(0)})
+    kvstored, env = daemon(), environment()
+    places = {"/run/kvstored": str(kvstored.dir), "/models/model": tiny_model(0)}
+    (adapter,) = arguments("--l2-adapter", **places)
     done = subprocess.run(
         [python_of("vllm"), "-c", LMCACHE, json.dumps(adapter)],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert "KvstoredL2Adapter" in done.stdout, done.stderr[-3000:]
-    yaml = lines("yaml").replace("/run/kvstored", str(one.dir)).replace("/models/model", tiny_model(0))
+    yaml = lines("yaml").replace("/run/kvstored", str(kvstored.dir)).replace("/models/model", tiny_model(0))
     (tmp_path / "lmcache.yaml").write_text("chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 1\n" + yaml)
     done = subprocess.run(
         [python_of("vllm"), "-m", "lmcache.v1.basic_check", "--mode", "test_remote", "--num-keys", "4"],
@@ -77,4 +79,4 @@ def test_lmcache(daemon, tiny_model, tmp_path):
     )  # fmt: skip
     rows = [line for line in done.stdout.splitlines() if line.startswith("|") and "100.0%" in line]
     assert len(rows) == 4, done.stdout + done.stderr[-3000:]
-    assert one.connect().stats()["blocks"] >= 4
+    assert kvstored.connect().stats()["blocks"] >= 4

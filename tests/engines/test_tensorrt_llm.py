@@ -80,13 +80,13 @@ class Engine:
     def __init__(self, adapter, monkeypatch, directory, ranks=1, weights="w1", **change):
         options = {"dir": str(directory), "weights_digest": weights, "timeout_s": 0.5, "wait_s": 0.5}
         monkeypatch.setenv("KVSTORED_TENSORRT_LLM", json.dumps(options))
-        given = arguments(tensor_parallel_size=ranks, **change)
-        self.scheduler = adapter.KvstoredScheduler(given)
+        config = arguments(tensor_parallel_size=ranks, **change)
+        self.scheduler = adapter.KvstoredScheduler(config)
         self.workers, self.pools = [], []
         for rank in range(ranks):
             monkeypatch.setenv("TEST_RANK", str(rank))
             self.pools.append(torch.zeros((64, 3, 2, 16)))
-            self.workers.append(adapter.KvstoredWorker(given))
+            self.workers.append(adapter.KvstoredWorker(config))
             self.workers[-1].register_kv_caches(self.pools[-1])
         self.requests, self.next_block = 0, 0
 
@@ -140,20 +140,20 @@ def test_the_classes_have_all_that_is_recorded(adapter):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_engine_loads_what_one_computed(daemon, adapter, monkeypatch, ranks):
-    one = daemon()
-    first, second = (Engine(adapter, monkeypatch, one.dir, ranks) for _ in range(2))
+    kvstored = daemon()
+    first, second = (Engine(adapter, monkeypatch, kvstored.dir, ranks) for _ in range(2))
     assert first.run(PROMPT) == 0
     assert second.run(PROMPT) == 40  # the last token is always computed
     assert second.run(PROMPT[:40]) == 32
     assert second.run(PROMPT[:20] + [1] * 25) == 16
     assert first.run([*PROMPT, *range(30)]) == 40
     assert second.run([*PROMPT, *range(30)]) == 72
-    assert one.connect().stats()["pins"] == 0
+    assert kvstored.connect().stats()["pins"] == 0
 
 
 def test_what_differs_misses(daemon, adapter, monkeypatch):
-    one = daemon()
-    first = Engine(adapter, monkeypatch, one.dir)
+    kvstored = daemon()
+    first = Engine(adapter, monkeypatch, kvstored.dir)
     first.run(PROMPT)
     assert first.run(PROMPT, lora_task_id=7) == 0
     assert first.run(PROMPT, multimodal_hashes=[[1]]) == 0
@@ -165,34 +165,34 @@ def test_what_differs_misses(daemon, adapter, monkeypatch):
         {"cache_dtype": "fp8"},
         {"quant_config": "int4"},
     ):
-        assert Engine(adapter, monkeypatch, one.dir, **change).run(PROMPT) == 0, change
-    assert Engine(adapter, monkeypatch, one.dir, ranks=2).run(PROMPT) == 0
-    assert Engine(adapter, monkeypatch, one.dir).run(PROMPT) == 40
+        assert Engine(adapter, monkeypatch, kvstored.dir, **change).run(PROMPT) == 0, change
+    assert Engine(adapter, monkeypatch, kvstored.dir, ranks=2).run(PROMPT) == 0
+    assert Engine(adapter, monkeypatch, kvstored.dir).run(PROMPT) == 40
 
 
 def test_a_request_with_an_adapter_is_not_saved(daemon, adapter, monkeypatch):
-    one = daemon()
-    first = Engine(adapter, monkeypatch, one.dir)
+    kvstored = daemon()
+    first = Engine(adapter, monkeypatch, kvstored.dir)
     first.run(PROMPT, lora_task_id=7)
-    assert one.connect().stats()["blocks"] == 0
+    assert kvstored.connect().stats()["blocks"] == 0
 
 
 def test_corrupt_and_gone(daemon, adapter, monkeypatch):
-    one = daemon()
-    first, second = (Engine(adapter, monkeypatch, one.dir) for _ in range(2))
+    kvstored = daemon()
+    first, second = (Engine(adapter, monkeypatch, kvstored.dir) for _ in range(2))
     first.run(PROMPT)
-    flip_in_pool(one.dir, first.truth(0, PROMPT[:16]).numpy().tobytes()[:64])
+    flip_in_pool(kvstored.dir, first.truth(0, PROMPT[:16]).numpy().tobytes()[:64])
     assert second.run(PROMPT) == 8  # what is before the corrupt block
     first.run(PROMPT)
     request = types.SimpleNamespace(request_id=7, cache_salt=None, get_tokens=lambda beam: PROMPT)
     assert second.scheduler.get_num_new_matched_tokens(request, 0)[0] == 40
-    assert one.connect().stats()["pins"] >= 5  # promised: kept until the load
+    assert kvstored.connect().stats()["pins"] >= 5  # promised: kept until the load
     transfer = sys.modules["kvclient.integrations.tensorrt_llm.scheduler"]
     second.workers[0].bind_connector_meta(transfer.Step(loads=[transfer.Transfer([bytes(32)], [0])]))
     with pytest.raises(BlockLost):
         second.workers[0].start_load_kv(Stream())
-    one.kill()
-    assert Engine(adapter, monkeypatch, one.dir).run([9] * 20) == 0
+    kvstored.kill()
+    assert Engine(adapter, monkeypatch, kvstored.dir).run([9] * 20) == 0
 
 
 def test_what_cannot_be_told_apart_is_refused(adapter, monkeypatch, tmp_path):

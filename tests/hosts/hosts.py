@@ -32,7 +32,7 @@ class Hosts:
         for i in range(count):
             known = [f"n{k}={at}" for k, at in enumerate(self.addresses) if k != i]
             args = ["--node", f"n{i}", "--listen", self.addresses[i]]
-            args += [word for one in known for word in ("--peer", one)]
+            args += [word for peer in known for word in ("--peer", peer)]
             args += ["--namespaces", f"default:salt=file:{salt}:share=read"]
             self.made.append(daemon(memory, args, start=False))
 
@@ -55,7 +55,7 @@ class Hosts:
         ran = run(command, timeout=60, python=WarmDaemon)
         assert ran.returncode in (0, 1) and not ran.stderr, ran.stderr
         said = json.loads(ran.stdout)
-        return {one["node"]: one for one in said["peers"]} | {"server": said["server"]}
+        return {peer["node"]: peer for peer in said["peers"]} | {"server": said["server"]}
 
     def wait_up(self, wait_until) -> "Hosts":
         """Each has a connection to each, and was told what it has."""
@@ -118,12 +118,12 @@ class Proxy:
 
     def break_off(self) -> None:
         """Ends all connections there are; new ones are welcome."""
-        for one in self._pairs:
+        for connection in self._pairs:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._closed = True
         self.cut.set()
-        for one in (self._listener, *self._pairs):
-            one.close()
+        for connection in (self._listener, *self._pairs):
+            connection.close()

@@ -21,11 +21,11 @@ BLOCK = 16
 def pair(daemon, tmp_path, wait_until):
     """Two attachments, each of a model of its own on a host of its own; `.hosts`."""
     hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
-    with hosts[0].connect() as one, hosts[1].connect() as two:
+    with hosts[0].connect() as here, hosts[1].connect() as there:
         models = [build("llama"), build("llama")]
         made = [
             kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False)
-            for model, client in zip(models, (one, two), strict=True)
+            for model, client in zip(models, (here, there), strict=True)
         ]
         for kv, model in zip(made, models, strict=True):
             kv.hosts, kv.its_model = hosts, model

@@ -14,7 +14,7 @@ ON_PEER = 4
 def messages(hosts, i) -> int:
     """Answers that host i had from its peers, of any kind."""
     kinds = ("fetched", "missing", "busy", "lost", "failed", "needless")
-    return sum(one[kind] for node, one in hosts.peers(i).items() if node != "server" for kind in kinds)
+    return sum(counts[kind] for node, counts in hosts.peers(i).items() if node != "server" for kind in kinds)
 
 
 def test_a_look_up_says_what_lies_on_other_hosts_and_what_nobody_has_costs_no_message(
@@ -22,16 +22,16 @@ def test_a_look_up_says_what_lies_on_other_hosts_and_what_nobody_has_costs_no_me
 ):
     hosts = Hosts(daemon, tmp_path, count=3).start().wait_up(wait_until)
     keys, more = new_keys(6), new_keys(2)
-    with hosts[0].connect() as one, hosts[1].connect() as two, hosts[2].connect() as reader:
-        put(one, keys[:4])
-        put(two, keys[4:])
+    with hosts[0].connect() as here, hosts[1].connect() as there, hosts[2].connect() as reader:
+        put(here, keys[:4])
+        put(there, keys[4:])
         wait_until(lambda: reader.lookup(keys, peers=True).on_peers == 6, "word of all came")
         assert bytes(reader.lookup(keys, peers=True).states) == bytes([ON_PEER]) * 6
         checked(reader.get(keys[:2], wait_s=30), keys[:2], SMALL)
         seen = reader.lookup(keys + more, peers=True)
         assert (seen.resident, seen.on_peers) == (2, 4) and "4 on peers" in repr(seen)
         assert bytes(seen.states[-2:]) == bytes(2)
-        one.delete(keys[2:4])
+        here.delete(keys[2:4])
         wait_until(lambda: reader.lookup(keys[2:4], peers=True).states == bytes(2), "they went from there")
         assert messages(hosts, 2) == 2, "look-ups ask nobody"
         assert bytes(reader.lookup(keys).states[2:]) == bytes(4), "without peers: this host alone"
@@ -44,7 +44,7 @@ def test_a_look_up_says_what_lies_on_other_hosts_and_what_nobody_has_costs_no_me
 
         for keys in (new_keys(1) for _ in range(5)):  # a miss just now, and then there is one
             assert reader.get(keys, wait_s=30)[0] is None
-            put(one, keys)
+            put(here, keys)
             wait_until(lambda keys=keys: reader.lookup(keys, peers=True).on_peers == 1, "word came")
             check(reader.get(keys, wait_s=30)[0], SMALL.num_layers)
 

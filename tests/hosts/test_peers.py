@@ -151,9 +151,9 @@ def test_a_byte_flipped_on_the_way_is_a_miss_that_is_counted(daemon, tmp_path, w
 def test_of_two_that_have_it_the_living_one_answers(daemon, tmp_path, wait_until):
     hosts = Hosts(daemon, tmp_path, count=3).start().wait_up(wait_until)
     keys = new_keys(16)
-    with hosts[0].connect() as one, hosts[1].connect() as two, hosts[2].connect() as reader:
-        put(one, keys)
-        put(two, keys)
+    with hosts[0].connect() as here, hosts[1].connect() as there, hosts[2].connect() as reader:
+        put(here, keys)
+        put(there, keys)
         hosts[0].kill()
         checked(reader.get(keys, wait_s=60), keys, SMALL)
         assert hosts.peers(2)["n1"]["fetched"] == 16
@@ -209,10 +209,10 @@ def test_a_block_that_is_wanted_by_many_is_fetched_once(daemon, tmp_path, wait_u
             failures.append(error)
 
     threads = [threading.Thread(target=read) for _ in range(6)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not failures
     assert hosts.peers(1)["n0"]["fetched"] == 4
     assert hosts.peers(0)["server"]["served_blocks"] == 4

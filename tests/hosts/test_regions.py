@@ -39,7 +39,7 @@ def test_blocks_of_a_region_are_another_hosts_hits(pair_of_hosts):
             region.array[:] = noise(7, region.length)
             place = region.buffers_at(layout, [0, 2 * SLOT])
             names = [key(9001), key(9002)]
-            expected = [told(region, one) for one in place]
+            expected = [told(region, block) for block in place]
             assert all(a.in_place for a in region.register(names, layout, place, in_place=True))
             assert soon_fetched(reader, names[0]) == expected[0]
             wait_for(lambda: region.give_back(names[:1]) == ["taken"])  # the peer may still be read from

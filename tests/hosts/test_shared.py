@@ -80,8 +80,8 @@ def test_what_one_keeps_the_other_finds_and_touches_nothing(hosts, shared, wait_
         assert got(reader, new_keys(3), geometry) == 0  # nobody keeps it: an answer
     assert files(shared, "n0") == before
     hosts[0].start()
-    with hosts[0].connect() as own:
-        assert got(own, keys, geometry) == 8
+    with hosts[0].connect() as client:
+        assert got(client, keys, geometry) == 8
 
 
 def spoil_header(path):
@@ -117,7 +117,7 @@ def link(path):
 
 
 def other_block(path):
-    shutil.copyfile(next(one for one in sorted(path.parents[3].rglob("*.kv")) if one != path), path)
+    shutil.copyfile(next(file for file in sorted(path.parents[3].rglob("*.kv")) if file != path), path)
 
 
 def unreadable_directory(path):
@@ -131,7 +131,7 @@ def test_a_file_that_is_not_what_it_says_is_a_miss_and_stays(hosts, shared, wait
     hosts.start()
     keys = new_keys(2)
     before = kept(hosts, shared, wait_until, keys)
-    (path,) = (one for one in before if one.stem == keys[0].hex())
+    (path,) = (file for file in before if file.stem == keys[0].hex())
     wrong(path)
     left = os.path.lexists(path)
     with hosts[1].connect() as reader:
@@ -199,7 +199,7 @@ def test_what_nobody_keeps_is_asked_of_the_peers(daemon, tmp_path, shared, wait_
 
 def test_two_daemons_of_one_name_do_not_write_in_one_part(hosts, shared, daemon):
     hosts.start()
-    args = [one if one != "n1" else "n0" for one in hosts[1].args[5:]]
+    args = [word if word != "n1" else "n0" for word in hosts[1].args[5:]]
     second = daemon("64MiB", args, start=False)
     with pytest.raises(DaemonFailed, match="another `node`"):
         second.start()

@@ -120,12 +120,12 @@ def test_who_has_no_right_certificate_gets_nothing(hosts, made, tmp_path, wait_u
         hosts[1].args = hosts[1].args[: hosts[1].args.index("--tls-cert")]
     hosts.start()
     keys = new_keys(4)
-    with hosts[0].connect() as one, hosts[1].connect() as two:
-        put(one, keys[:2])
-        put(two, keys[2:])
+    with hosts[0].connect() as here, hosts[1].connect() as there:
+        put(here, keys[:2])
+        put(there, keys[2:])
         wait_until(lambda: hosts.peers(1)["n0"]["state"] == "down", "n1 is refused")
         wait_until(lambda: hosts.peers(0)["n1"]["state"] == "down", "n0 does not believe n1")
-        assert got(two, keys[:2]) == 0 and got(one, keys[2:]) == 0
+        assert got(there, keys[:2]) == 0 and got(here, keys[2:]) == 0
     for i in range(2):
         assert hosts.peers(i)["server"]["served_blocks"] == 0 and hosts.peers(i)["server"]["accepted"] == 0
     why = hosts.peers(0)["n1"]["why"]
@@ -143,26 +143,26 @@ def test_a_node_that_has_a_certificate_cannot_speak_for_another(hosts, made, wai
 
 def test_what_is_renewed_is_used_after_a_reload_and_what_is_wrong_is_not(hosts, made, wait_until):
     hosts.start().wait_up(wait_until)
-    with hosts[0].connect() as one, hosts[1].connect() as two:
+    with hosts[0].connect() as here, hosts[1].connect() as there:
         for _ in range(3):
             keys = new_keys(4)
-            put(one, keys)
-            assert got(two, keys) == 4
+            put(here, keys)
+            assert got(there, keys) == 4
             before = hosts.peers(1)["n0"]["connects"]
             for i in range(2):
                 certificate(made, f"n{i}")
                 assert reload(hosts[i]).returncode == 0
             keys = new_keys(4)
-            put(one, keys)
-            assert got(two, keys) == 4
+            put(here, keys)
+            assert got(there, keys) == 4
             wait_until(lambda n=before: hosts.peers(1)["n0"]["connects"] > n, "it connected anew")
         # A key that is not the certificate's: refused as a whole, and the one before stays.
         shutil.copy(made / "n1.key", made / "n0.key")
         refused = reload(hosts[0])
         assert refused.returncode == 4 and "tls_key" in refused.stderr
         keys = new_keys(4)
-        put(one, keys)
-        assert got(two, keys) == 4
+        put(here, keys)
+        assert got(there, keys) == 4
         # The authority changes its mind about n1: what stood does not stand.
         certificate(made, "n0")
         certificate(made, "n1", days=-1)
@@ -191,10 +191,10 @@ def test_a_stranger_on_the_port_gets_nothing(hosts, made, wait_until):
             assert stranger.recv(1) == b""
             raise ConnectionError
     wait_until(lambda: hosts.peers(0)["server"]["refused"] >= before + 4, "they are refused")
-    with hosts[0].connect() as one, hosts[1].connect() as two:
+    with hosts[0].connect() as here, hosts[1].connect() as there:
         keys = new_keys(2)
-        put(one, keys)
-        assert got(two, keys) == 2
+        put(here, keys)
+        assert got(there, keys) == 2
     assert not [line for line in hosts[0].log().splitlines() if " info " not in line]
 
 
@@ -219,7 +219,7 @@ def test_a_byte_flipped_on_the_way_is_a_miss(hosts, wait_until, after):
             got(reader, keys, BIG)  # right or missing: the byte may be of another connection's handshake
             assert passed > after
             said = ("corrupt", "malformed", "gone", "refused")
-            wait_until(lambda: sum(hosts.peers(1)["n0"][one] for one in said) >= 1, "it is counted")
+            wait_until(lambda: sum(hosts.peers(1)["n0"][count] for count in said) >= 1, "it is counted")
             wait_until(lambda: got(reader, keys, BIG) == 2, "the way is good")
     finally:
         proxy.close()
@@ -239,8 +239,8 @@ def test_off_loopback_and_on_every_address_it_is_tls_or_a_refusal(tmp_path, daem
         Config(dir="/tmp/x", node="a", peer=far, trusted_network=network("10.0.0.0/8"), **tls)
     with pytest.raises(ValueError, match="NAME=HOST:PORT"):
         peers("b=0.0.0.0:7400")
-    one = daemon("64MiB", ["--node", "a", "--listen", "127.0.0.1:0", "--tls-cert", str(tmp_path / "none"),
+    exposed = daemon("64MiB", ["--node", "a", "--listen", "127.0.0.1:0", "--tls-cert", str(tmp_path / "none"),
                            "--tls-key", str(tmp_path / "none"), "--tls-ca", str(tmp_path / "none")],
                  start=False)  # fmt: skip
     with pytest.raises(DaemonFailed, match="tls_cert"):
-        one.start()
+        exposed.start()

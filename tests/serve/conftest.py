@@ -74,9 +74,9 @@ class Server:
 @pytest.fixture(scope="module")
 def tiny(home):
     """One on its own for all tests of a module: each asks with words of its own."""
-    one = Server(home, "--store", "64MiB")
-    yield one
-    one.end()
+    running = Server(home, "--store", "64MiB")
+    yield running
+    running.end()
 
 
 @pytest.fixture
@@ -89,6 +89,6 @@ def server(home):
         return started[-1]
 
     yield make
-    for one in started:
-        if one.process.poll() is None:
-            one.end()
+    for running in started:
+        if running.process.poll() is None:
+            running.end()

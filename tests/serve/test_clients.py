@@ -73,13 +73,13 @@ def test_langchain(tiny, wanted):
 
 def test_litellm(tiny, wanted):
     litellm = pytest.importorskip("litellm", reason="pip install litellm")
-    given = {"model": "openai/tiny", "api_base": tiny.url + "/v1", "api_key": "none", "messages": MESSAGES,
+    request = {"model": "openai/tiny", "api_base": tiny.url + "/v1", "api_key": "none", "messages": MESSAGES,
              "max_tokens": 8, "temperature": 0}  # fmt: skip
-    assert litellm.completion(**given).choices[0].message.content == wanted
-    pieces = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**given, stream=True)]
+    assert litellm.completion(**request).choices[0].message.content == wanted
+    pieces = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**request, stream=True)]
     assert "".join(pieces) == wanted
     with pytest.raises(litellm.NotFoundError):
-        litellm.completion(**{**given, "model": "openai/gpt-4"})
+        litellm.completion(**{**request, "model": "openai/gpt-4"})
 
 
 def test_lm_evals_loglikelihoods_are_the_models(tiny, home):

@@ -66,15 +66,15 @@ def test_reasoning_comes_apart_from_the_answer_streamed_or_not(home, tmp_path, s
     shutil.copytree(home, model)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant><think>"
     (model / "chat_template.jinja").write_text(template)
-    own = Server(model, "--store", "16MiB")
+    thinking = Server(model, "--store", "16MiB")
     try:
-        message = own.chat("why?", max_tokens=12)["choices"][0]["message"]
+        message = thinking.chat("why?", max_tokens=12)["choices"][0]["message"]
         assert message["content"] == "" and message["reasoning_content"]
         body = {"messages": [{"role": "user", "content": "why?"}], "max_tokens": 12, "temperature": 0,
                 "stream": True}  # fmt: skip
-        text = own.text("/v1/chat/completions", body)
+        text = thinking.text("/v1/chat/completions", body)
     finally:
-        own.end()
+        thinking.end()
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     told = [event["choices"][0]["delta"] for event in events if event["choices"]]
     assert "".join(delta.get("reasoning_content", "") for delta in told) == message["reasoning_content"]
@@ -85,10 +85,10 @@ def test_an_awq_checkpoint_is_served_packed(home, tmp_path):
     (tmp_path / "awq").mkdir()
     source = write_checkpoint(tmp_path / "awq", build("llama"), 16)
     transformers.AutoTokenizer.from_pretrained(home).save_pretrained(source)
-    own = Server(source, "--store", "64MiB")
+    packed = Server(source, "--store", "64MiB")
     try:
-        said = [own.chat("a" + TEXT) for _ in range(2)]
+        said = [packed.chat("a" + TEXT) for _ in range(2)]
     finally:
-        own.end()
+        packed.end()
     assert said[0]["choices"] == said[1]["choices"]
     assert said[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256

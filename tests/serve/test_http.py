@@ -32,13 +32,13 @@ def client(tiny):
 
 
 def said(client, text=TEXT, **more):
-    given = {
+    request = {
         "model": "tiny",
         "messages": [{"role": "user", "content": text}],
         "max_tokens": 12,
         "temperature": 0,
     }
-    return client.chat.completions.create(**{**given, **more})
+    return client.chat.completions.create(**{**request, **more})
 
 
 def test_a_stream_is_the_whole_answer_and_counts_what_was_cached(client):
@@ -54,12 +54,12 @@ def test_a_stream_is_the_whole_answer_and_counts_what_was_cached(client):
 
 def test_completions_take_lists_and_ids_and_tell_logprobs(client, tiny):
     ids = tiny.post("/tokenize", {"prompt": "abc"})[2]["tokens"]
-    given = {"model": "tiny", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}
-    by_text, by_ids = (client.completions.create(prompt=p, **given) for p in ("abc", ids))
+    request = {"model": "tiny", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}
+    by_text, by_ids = (client.completions.create(prompt=p, **request) for p in ("abc", ids))
     assert by_text.choices[0].text == by_ids.choices[0].text
     logprobs = by_text.choices[0].logprobs
     assert logprobs.token_logprobs[0] is None and len(logprobs.tokens) == len(ids) + 4
-    assert len(client.completions.create(prompt=["a", "b"], n=2, **given).choices) == 4
+    assert len(client.completions.create(prompt=["a", "b"], n=2, **request).choices) == 4
     assert tiny.post("/detokenize", {"tokens": ids})[2]["prompt"] == "abc"
 
 
@@ -96,19 +96,19 @@ def test_responses_call_functions_and_take_what_they_gave(client):
     schema = {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, "required": ["k"],
               "additionalProperties": False}  # fmt: skip
     tool = {"type": "function", "name": "look", "parameters": schema}
-    given = {"model": "tiny", "temperature": 0, "tools": [tool], "max_output_tokens": 90}
+    request = {"model": "tiny", "temperature": 0, "tools": [tool], "max_output_tokens": 90}
     chosen = {"tool_choice": {"type": "function", "name": "look"}, "input": "x"}
-    whole = client.responses.create(**given, **chosen)
+    whole = client.responses.create(**request, **chosen)
     (call,) = whole.output
     assert (call.type, call.name, whole.status) == ("function_call", "look", "completed")
     assert json.loads(call.arguments)["k"] in "ab"
-    events = list(client.responses.create(**given, **chosen, stream=True))
+    events = list(client.responses.create(**request, **chosen, stream=True))
     assert [e.sequence_number for e in events] == list(range(len(events)))
     pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
     assert len(pieces) > 1 and "".join(pieces) == call.arguments == events[-1].response.output[0].arguments
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "three"}
     items = [{"role": "user", "content": "x"}, call.model_dump(), result]
-    after = client.responses.create(**{**given, "max_output_tokens": 8}, input=items)
+    after = client.responses.create(**{**request, "max_output_tokens": 8}, input=items)
     spelled = {"id": call.call_id, "type": "function",
                "function": {"name": "look", "arguments": call.arguments}}  # fmt: skip
     wanted = client.chat.completions.create(
@@ -191,10 +191,13 @@ def test_a_client_that_hangs_up_stops_its_computing(tiny):
     where = urllib.parse.urlsplit(tiny.url)
     for stream in (True, False):
         asked = {"prompt": "a", "max_tokens": 400, "temperature": 1, "stream": stream, "ignore_eos": True}
-        with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=60)) as own:
-            own.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(
+                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
+            )
             wait_for(lambda: tiny.stats()["requests_running"] == 1)
-            own.sock.shutdown(socket.SHUT_RDWR)
+            connection.sock.shutdown(socket.SHUT_RDWR)
         wait_for(lambda: tiny.stats()["requests_running"] == 0)
     assert tiny.stats()["requests_cancelled_total"] == 2
 
@@ -218,10 +221,10 @@ RAW = {
 def test_a_head_cannot_break_the_answer(tiny, raw):
     where = urllib.parse.urlsplit(tiny.url)
     sent, status = RAW[raw]
-    with socket.create_connection((where.hostname, where.port), timeout=60) as own:
-        own.sendall(sent)
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+        connection.sendall(sent)
         head = b""
-        while b"\r\n\r\n" not in head and (more := own.recv(4096)):
+        while b"\r\n\r\n" not in head and (more := connection.recv(4096)):
             head += more
     assert head.startswith(b"HTTP/1.1 " + status) and b"\nset-cookie:" not in head.lower()
     assert head.count(b"x-request-id:") <= 1
@@ -230,8 +233,8 @@ def test_a_head_cannot_break_the_answer(tiny, raw):
 def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(tiny):
     where, before = urllib.parse.urlsplit(tiny.url), tiny.stats().get("requests_total", 0)
     for _ in range(20):
-        with socket.create_connection((where.hostname, where.port), timeout=60) as own:
-            own.sendall(POST + b'Content-Length: 5000\r\n\r\n{"prompt": "')
+        with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+            connection.sendall(POST + b'Content-Length: 5000\r\n\r\n{"prompt": "')
     assert tiny.chat("still here")["choices"]
     assert tiny.stats()["requests_total"] == before + 1
 
@@ -250,8 +253,8 @@ def test_keys_are_asked_for_and_share_nothing(server, tmp_path):
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def held(key, **more):
-        given = {**body, **more}
-        return tiny.post("/v1/held/chat/completions", given, Authorization=f"Bearer {key}")[2]["held_tokens"]
+        merged = {**body, **more}
+        return tiny.post("/v1/held/chat/completions", merged, Authorization=f"Bearer {key}")[2]["held_tokens"]
 
     status, _, refused = tiny.post("/v1/messages", {**body, "max_tokens": 2}, **{"x-api-key": "zoe"})
     assert (status, refused["error"]["type"]) == (401, "authentication_error")
@@ -263,7 +266,7 @@ def test_keys_are_asked_for_and_share_nothing(server, tmp_path):
     for guess in ("alice", "Bearer alice", "\0alice"):  # a salt leads to nobody else's
         assert held("bob", messages=[{"role": "user", "content": TEXT + "!"}], cache={"salt": guess}) == 0
     wrong = ({**body, "model": "x"}, "bob"), (body, "zoe")
-    told = [tiny.post("/v1/chat/completions", one, Authorization=f"Bearer {key}")[2] for one, key in wrong]
+    told = [tiny.post("/v1/chat/completions", body, Authorization=f"Bearer {key}")[2] for body, key in wrong]
     told = json.dumps(told)
     assert "alice" not in told and "bob" not in told
 
@@ -315,12 +318,12 @@ def test_two_servers_share_what_one_computed_and_neithers_nor_a_daemons_death_co
 def test_with_their_defaults_server_and_library_share_what_either_computed(daemon, server, home):
     """Completions of token ids, so that both see the same prompt; nobody names a size of blocks."""
     started = daemon("64MiB")
-    one = server("--dir", str(started.dir))
+    running = server("--dir", str(started.dir))
     model = transformers.AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).eval()
 
     def by_server(ids):
         asked = {"prompt": ids, "max_tokens": 1, "temperature": 0}
-        status, headers, said = one.post("/v1/completions", asked)
+        status, headers, said = running.post("/v1/completions", asked)
         assert status == 200, said
         return int(headers["X-KV-Reused-Tokens"])
 

@@ -28,8 +28,8 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
 def test_a_gguf_file_is_served_by_its_path(model, path):
-    own = options([str(path), "--store", "16MiB", "--dtype", "float32", "--block-tokens", "16"])
-    with served(own) as asking:
+    settings = options([str(path), "--store", "16MiB", "--dtype", "float32", "--block-tokens", "16"])
+    with served(settings) as asking:
         assert asking.model_name == "tiny.gguf" and asking.loop.ready.is_set() is False
         first_token(asking, TEXT)
         assert asking.loop.ready.is_set()
@@ -58,14 +58,14 @@ def hub(tmp_path):
     cache = tmp_path / "hub"
 
     def put(name, directory):
-        own = cache / f"models--{name.replace('/', '--')}"
-        (own / "refs").mkdir(parents=True)
-        (own / "refs" / "main").write_text(REVISION)
-        (own / "blobs").mkdir()
-        (own / "snapshots" / REVISION).mkdir(parents=True)
+        folder = cache / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(REVISION)
+        (folder / "blobs").mkdir()
+        (folder / "snapshots" / REVISION).mkdir(parents=True)
         for number, file in enumerate(sorted(directory.iterdir())):
-            shutil.copy(file, own / "blobs" / str(number))
-            (own / "snapshots" / REVISION / file.name).symlink_to(f"../../blobs/{number}")
+            shutil.copy(file, folder / "blobs" / str(number))
+            (folder / "snapshots" / REVISION / file.name).symlink_to(f"../../blobs/{number}")
         return cache
 
     return put
@@ -81,5 +81,5 @@ def test_a_hub_id_is_found_in_the_hubs_cache_without_the_hub(server, home, hub, 
         by_name = server("--store", "64MiB", model=name, env=where)
         by_path = server("--store", "64MiB", model=directory)
         assert by_name.chat(TEXT)["choices"] == by_path.chat(TEXT)["choices"]
-        for one in (by_name, by_path):
-            one.end()
+        for running in (by_name, by_path):
+            running.end()

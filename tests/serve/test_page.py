@@ -25,9 +25,9 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("the page: no chromium on this machine (Debian: apt install chromium)")
     with driver.sync_playwright() as play:
-        one = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield one
-        one.close()
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def roomy(home, tmp_path_factory):
     shutil.copytree(home, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
-    one = Server(model, "--store", "64MiB")
-    yield one
-    one.end()
+    server = Server(model, "--store", "64MiB")
+    yield server
+    server.end()
 
 
 @pytest.fixture
@@ -190,9 +190,9 @@ def test_light_and_dark_differ_and_can_be_read(browser, roomy, scheme):
 
 
 def test_a_server_that_is_gone_is_said(browser, home):
-    own = Server(home, "--store", "64MiB")
-    for page in opened(browser, own.url):
-        own.end()
+    server = Server(home, "--store", "64MiB")
+    for page in opened(browser, server.url):
+        server.end()
         say(page, "anybody?")
         assert "No answer" in page.inner_text(".error")
         expect(page.locator("#state")).to_contain_text("does not answer")

@@ -16,9 +16,9 @@ def test_a_file_is_below_the_environment_and_that_below_flags(tmp_path, monkeypa
     monkeypatch.setenv("KVCLIENT_SERVE_MAX_QUEUE", "8")
     monkeypatch.setenv("KVCLIENT_SERVE_PORT", "2")
     monkeypatch.setenv("KVCLIENT_SERVE_LISTEN_BEYOND_LOOPBACK", "false")
-    own = options(["m", "--config", str(file), "--port", "3"])
-    assert (own.max_batch_size, own.max_queue, own.port, own.store) == (3, 8, 3, 1 << 30)
-    assert own.api_key == ["a", "b"] and own.listen_beyond_loopback is False
+    settings = options(["m", "--config", str(file), "--port", "3"])
+    assert (settings.max_batch_size, settings.max_queue, settings.port, settings.store) == (3, 8, 3, 1 << 30)
+    assert settings.api_key == ["a", "b"] and settings.listen_beyond_loopback is False
     monkeypatch.setenv("KVCLIENT_SERVE_CONFIG", str(file))
     assert options(["m"]).max_batch_size == 3
 

@@ -71,28 +71,28 @@ class Client(threading.Thread):
 
 
 def test_two_hundred_clients_lose_nothing(daemon, server, wait_until):
-    own = daemon(memory="64MiB")
-    one = server("--dir", str(own.dir), "--max-queue", "100", "--max-batch-size", "32")
-    wanted = [one.post("/v1/completions", {"prompt": text(n), "max_tokens": NEW, "temperature": 0})[2]
+    kvstored = daemon(memory="64MiB")
+    running = server("--dir", str(kvstored.dir), "--max-queue", "100", "--max-batch-size", "32")
+    wanted = [running.post("/v1/completions", {"prompt": text(n), "max_tokens": NEW, "temperature": 0})[2]
               ["choices"][0]["text"] for n in range(PROMPTS)]  # fmt: skip
     problems, counts, began = [], Counter(), time.monotonic()
-    clients = [Client(n, one.url, wanted, began + SECONDS, problems, counts) for n in range(CLIENTS)]
+    clients = [Client(n, running.url, wanted, began + SECONDS, problems, counts) for n in range(CLIENTS)]
     for client in clients:
         client.start()
     wait_until(lambda: problems or time.monotonic() > began + SECONDS / 3, timeout_s=SECONDS)
-    early = resident_kib(one)
-    own.kill()
-    steps = one.stats()["steps_total"]
-    wait_until(lambda: problems or one.stats()["steps_total"] > steps, "it computes without a daemon")
-    own.start()
+    early = resident_kib(running)
+    kvstored.kill()
+    steps = running.stats()["steps_total"]
+    wait_until(lambda: problems or running.stats()["steps_total"] > steps, "it computes without a daemon")
+    kvstored.start()
     for client in clients:
         client.join(600)
     assert not problems, "\n".join(problems[:20])
     assert all(client.asked == client.answered > 0 for client in clients)
-    wait_until(lambda: one.stats()["requests_running"] == one.stats()["requests_waiting"] == 0)
+    wait_until(lambda: running.stats()["requests_running"] == running.stats()["requests_waiting"] == 0)
     assert counts[200] > CLIENTS / 2 and counts["hung up"] > 0 and counts[400] > 0
-    assert resident_kib(one) - early < MOST_GROWTH_KIB
-    assert one.stats().get("requests_failed_total", 0) == 0
+    assert resident_kib(running) - early < MOST_GROWTH_KIB
+    assert running.stats().get("requests_failed_total", 0) == 0
     print(f"{dict(counts)} in {SECONDS:.0f} s")
 
 

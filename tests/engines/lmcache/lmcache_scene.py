@@ -54,25 +54,25 @@ def awaited(event):
     consume_fd(event)
 
 
-def store(one, keys, objects):
-    task = one.submit_store_task(keys, objects)
-    awaited(one.get_store_event_fd())
-    return one.pop_completed_store_tasks()[task]
+def store(l2, keys, objects):
+    task = l2.submit_store_task(keys, objects)
+    awaited(l2.get_store_event_fd())
+    return l2.pop_completed_store_tasks()[task]
 
 
-def look_up(one, keys):
-    task = one.submit_lookup_and_lock_task(keys, {})
-    awaited(one.get_lookup_and_lock_event_fd())
-    bitmap = one.query_lookup_and_lock_result(task)
-    assert one.query_lookup_and_lock_result(task) is None, "an answer is given once"
+def look_up(l2, keys):
+    task = l2.submit_lookup_and_lock_task(keys, {})
+    awaited(l2.get_lookup_and_lock_event_fd())
+    bitmap = l2.query_lookup_and_lock_result(task)
+    assert l2.query_lookup_and_lock_result(task) is None, "an answer is given once"
     return [bitmap.test(i) for i in range(len(keys))]
 
 
-def load(one, keys, objects):
-    task = one.submit_load_task(keys, objects)
-    awaited(one.get_load_event_fd())
-    bitmap = one.query_load_result(task)
-    assert one.query_load_result(task) is None, "an answer is given once"
+def load(l2, keys, objects):
+    task = l2.submit_load_task(keys, objects)
+    awaited(l2.get_load_event_fd())
+    bitmap = l2.query_load_result(task)
+    assert l2.query_load_result(task) is None, "an answer is given once"
     return [bitmap.test(i) for i in range(len(keys))]
 
 
@@ -83,14 +83,14 @@ def need(what):
 
 def shared():
     """Two adapters, objects of every odd length, misses among them."""
-    one, other = adapter(), adapter()
-    events = {f() for a in (one, other) for f in (
+    l2, other = adapter(), adapter()
+    events = {f() for a in (l2, other) for f in (
         a.get_store_event_fd, a.get_lookup_and_lock_event_fd, a.get_load_event_fd)}  # fmt: skip
     assert len(events) == 6
     lengths = [1, 3, 1024, 1025, 100_000, 1_048_576]
     keys = [key(i) for i in range(8)]
     objects = [piece(i + 1.0, length) for i, length in enumerate(lengths)]
-    result = store(one, keys[:6], objects)
+    result = store(l2, keys[:6], objects)
     assert result.is_successful()
     assert result.bytes_transferred() == 4 * sum(lengths)
     assert look_up(other, keys) == [True] * 6 + [False] * 2
@@ -107,10 +107,10 @@ def shared():
     ):
         assert load(other, keys[2:3], [wrong]) == [False]
         assert not wrong.tensor.any()
-    one.delete(keys[:1])
+    l2.delete(keys[:1])
     assert look_up(other, keys[:2]) == [False, True]
-    assert one.report_status()["is_healthy"] is True
-    for a in (one, other):
+    assert l2.report_status()["is_healthy"] is True
+    for a in (l2, other):
         a.close()
 
 
@@ -137,52 +137,52 @@ def identity():
 
 def locks():
     """What a look-up locked stays while ten times the pool goes through, until it is unlocked."""
-    one, client = adapter(), kvclient.connect(DIRECTORY)
+    l2, client = adapter(), kvclient.connect(DIRECTORY)
     elements = (1 << 20) // 4
     held = [key(i) for i in range(8)]
-    assert store(one, held, [piece(i + 1.0, elements) for i in range(8)]).is_successful()
-    assert look_up(one, held) == [True] * 8
-    assert look_up(one, held) == [True] * 8
+    assert store(l2, held, [piece(i + 1.0, elements) for i in range(8)]).is_successful()
+    assert look_up(l2, held) == [True] * 8
+    assert look_up(l2, held) == [True] * 8
     pins = client.stats()["pins"]
     assert pins >= 8, pins
-    one.submit_unlock(held)  # of the first look-up
+    l2.submit_unlock(held)  # of the first look-up
     for batch in range(40):
-        store(one, [key(100 + 16 * batch + i) for i in range(16)], [piece(0.5, elements) for _ in range(16)])
+        store(l2, [key(100 + 16 * batch + i) for i in range(16)], [piece(0.5, elements) for _ in range(16)])
     assert client.stats()["evictions"] > 0
     targets = [piece(0.0, elements) for _ in range(8)]
-    assert load(one, held, targets) == [True] * 8
+    assert load(l2, held, targets) == [True] * 8
     assert all(target.tensor[0] == i + 1.0 for i, target in enumerate(targets))
-    one.submit_unlock(held)
-    one.submit_unlock(held)
+    l2.submit_unlock(held)
+    l2.submit_unlock(held)
     assert client.stats()["pins"] == 0
 
 
 def harm():
     """A corrupt object is a miss; a daemon that is away answers every task, and is taken up again."""
-    one = adapter(timeout_s=0.5, wait_s=0.2)
+    l2 = adapter(timeout_s=0.5, wait_s=0.2)
     keys = [key(i) for i in range(3)]
-    assert store(one, keys, [piece(i + 1.0) for i in range(3)]).is_successful()
-    assert look_up(one, keys) == [True] * 3
+    assert store(l2, keys, [piece(i + 1.0) for i in range(3)]).is_successful()
+    assert look_up(l2, keys) == [True] * 3
     need("flip " + piece(2.0).tensor.numpy().tobytes()[:64].hex())
     targets = [piece(0.0) for _ in range(3)]
-    assert load(one, keys, targets) == [True, False, True]
+    assert load(l2, keys, targets) == [True, False, True]
     assert not targets[1].tensor.any()
-    one.submit_unlock(keys)
-    assert look_up(one, keys) == [True, False, True]
+    l2.submit_unlock(keys)
+    assert look_up(l2, keys) == [True, False, True]
     need("kill")
     more = [key(10 + i) for i in range(3)]
-    assert not store(one, more, [piece(1.0) for _ in range(3)]).is_successful()
-    assert load(one, more, [piece(0.0) for _ in range(3)]) == [False] * 3
-    assert look_up(one, more) == [False] * 3
-    one.submit_unlock(keys)
-    assert one.report_status()["is_healthy"] is False
+    assert not store(l2, more, [piece(1.0) for _ in range(3)]).is_successful()
+    assert load(l2, more, [piece(0.0) for _ in range(3)]) == [False] * 3
+    assert look_up(l2, more) == [False] * 3
+    l2.submit_unlock(keys)
+    assert l2.report_status()["is_healthy"] is False
     need("start")
     deadline = time.monotonic() + 60
-    while not store(one, more, [piece(1.0) for _ in range(3)]).is_successful():
+    while not store(l2, more, [piece(1.0) for _ in range(3)]).is_successful():
         assert time.monotonic() < deadline, "it did not take the new daemon up"
-    assert look_up(one, more) == [True] * 3
-    assert one.report_status()["is_healthy"] is True
-    one.close()
+    assert look_up(l2, more) == [True] * 3
+    assert l2.report_status()["is_healthy"] is True
+    l2.close()
 
 
 globals()[sys.argv[1]]()

@@ -56,8 +56,8 @@ extra_config:
 
 
 def test_lmcaches_own_check_of_remote_backends_passes(daemon, tmp_path):
-    one, config = daemon(), tmp_path / "lmcache.yaml"
-    config.write_text(REMOTE.format(directory=one.dir))
+    kvstored, config = daemon(), tmp_path / "lmcache.yaml"
+    config.write_text(REMOTE.format(directory=kvstored.dir))
     done = subprocess.run(
         [python_of("vllm"), "-m", "lmcache.v1.basic_check", "--mode", "test_remote", "--num-keys", "20"],
         cwd=ROOT, env={**environment(), "LMCACHE_CONFIG_FILE": str(config)}, capture_output=True, text=True,
@@ -66,13 +66,14 @@ def test_lmcaches_own_check_of_remote_backends_passes(daemon, tmp_path):
     rows = [line for line in done.stdout.splitlines() if line.startswith("|") and "100.0%" in line]
     assert len(rows) == 4, done.stdout + done.stderr[-3000:]
     assert all("20/20" in row for row in rows)
-    assert one.connect().stats()["blocks"] >= 20  # it was this store
+    assert kvstored.connect().stats()["blocks"] >= 20  # it was this store
 
 
 @pytest.mark.parametrize("scene", ["shared", "identity", "locks", "harm"])
 def test_scene(daemon, scene):
-    one = daemon(memory="64MiB" if scene == "locks" else "256MiB")
-    run_scene(one, ["tests.engines.lmcache.lmcache_scene", scene, str(one.dir)], environment(), RUN_S)
+    kvstored = daemon(memory="64MiB" if scene == "locks" else "256MiB")
+    words = ["tests.engines.lmcache.lmcache_scene", scene, str(kvstored.dir)]
+    run_scene(kvstored, words, environment(), RUN_S)
 
 
 def test_the_base_classes_are_as_recorded():

@@ -72,9 +72,9 @@ def hashes(start, count):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_the_controllers_way_through_it(daemon, make, in_place):
     """Store, ask and load as cache_controller.py does it, from two engines."""
-    one = daemon()
+    kvstored = daemon()
     pool, other = HostPool(in_place=in_place), HostPool(in_place=in_place)
-    writer, reader = make(one, {"kv": pool}, in_place=in_place), make(one, {"kv": other}, in_place=in_place)
+    writer, reader = (make(kvstored, {"kv": pages}, in_place=in_place) for pages in (pool, other))
     for page in range(8):
         pool.fill(page, page)
     keys = hashes(0, 10)
@@ -202,16 +202,17 @@ CHANGES = {
 
 
 def test_what_differs_in_one_thing_misses(daemon, make):
-    one, pool, keys = daemon(), HostPool(), hashes(0, 2)
-    writer = make(one, {"kv": pool})
+    kvstored, pool, keys = daemon(), HostPool(), hashes(0, 2)
+    writer = make(kvstored, {"kv": pool})
     assert writer.batch_set_v1(keys, pool.slots([1, 2])) == [True, True]
-    assert make(one).batch_exists(keys) == 2
+    assert make(kvstored).batch_exists(keys) == 2
     for what, change in CHANGES.items():
-        assert make(one, **change).batch_exists(keys) == 0, what
-    assert make(one, tp_rank=0, is_mla_model=True).batch_exists(keys) == 0
-    replicated = make(one, {"kv": pool}, tp_rank=0, is_mla_model=True)
+        assert make(kvstored, **change).batch_exists(keys) == 0, what
+    assert make(kvstored, tp_rank=0, is_mla_model=True).batch_exists(keys) == 0
+    replicated = make(kvstored, {"kv": pool}, tp_rank=0, is_mla_model=True)
     assert replicated.batch_set_v1(keys, pool.slots([1, 2])) == [True, True]
-    assert make(one, tp_rank=1, is_mla_model=True).batch_exists(keys) == 2  # every rank has the same pages
+    # Every rank has the same pages.
+    assert make(kvstored, tp_rank=1, is_mla_model=True).batch_exists(keys) == 2
 
 
 @pytest.mark.parametrize(
@@ -240,10 +241,10 @@ def test_a_pool_that_does_not_give_back_its_bytes_is_refused(daemon, make):
 
 
 def test_what_was_said_to_be_there_is_there_until_its_lease_ends(daemon, make, wait_until):
-    one = daemon(memory="64MiB")
+    kvstored = daemon(memory="64MiB")
     pool = HostPool(pages=32, page_size=64, layers=4, heads=8, head_dim=128)  # 1 MiB a page
-    backend = make(one, {"kv": pool}, {"lease_s": 3600})
-    first, client = hashes(0, 8), one.connect()
+    backend = make(kvstored, {"kv": pool}, {"lease_s": 3600})
+    first, client = hashes(0, 8), kvstored.connect()
     for page in range(8):
         pool.fill(page, page)
     truth = [pool.page(page) for page in range(8)]
@@ -257,19 +258,19 @@ def test_what_was_said_to_be_there_is_there_until_its_lease_ends(daemon, make, w
     assert all(torch.equal(pool.page(page), truth[page]) for page in range(8))
     wait_until(lambda: client.stats()["pins"] == 0, "the leases end with the load")
 
-    short = make(one, {"kv": pool}, {"lease_s": 0.2})
+    short = make(kvstored, {"kv": pool}, {"lease_s": 0.2})
     assert short.batch_exists(first[:4]) == 4
     wait_until(lambda: client.stats()["pins"] == 0, "the leases end by themselves")
 
 
 def test_a_corrupt_page_is_a_miss(daemon, make):
-    one, pool, keys = daemon(), HostPool(), hashes(0, 3)
-    backend = make(one, {"kv": pool})
+    kvstored, pool, keys = daemon(), HostPool(), hashes(0, 3)
+    backend = make(kvstored, {"kv": pool})
     for page in range(3):
         pool.fill(page + 1, page)
     truth = [pool.page(page + 1) for page in range(3)]
     assert all(backend.batch_set_v1(keys, pool.slots([1, 2, 3])))
-    flip_in_pool(one.dir, truth[1][0].view(torch.uint8).numpy().tobytes())
+    flip_in_pool(kvstored.dir, truth[1][0].view(torch.uint8).numpy().tobytes())
     pool.kv_buffer.zero_()
     assert backend.batch_get_v1(keys, pool.slots([1, 2, 3])) == [True, False, True]
     assert torch.equal(pool.page(1), truth[0])
@@ -278,15 +279,15 @@ def test_a_corrupt_page_is_a_miss(daemon, make):
 
 
 def test_a_killed_daemon_is_an_empty_store(daemon, make, wait_until, caplog):
-    one, pool, keys = daemon(), HostPool(), hashes(0, 4)
-    backend = make(one, {"kv": pool}, {"timeout_s": 0.5, "wait_s": 0.2})
+    kvstored, pool, keys = daemon(), HostPool(), hashes(0, 4)
+    backend = make(kvstored, {"kv": pool}, {"timeout_s": 0.5, "wait_s": 0.2})
     assert all(backend.batch_set_v1(keys, pool.slots([1, 2, 3, 4])))
-    one.kill()
+    kvstored.kill()
     assert backend.batch_set_v1(hashes(50, 4), pool.slots([1, 2, 3, 4])) == [False] * 4
     assert [record.levelname for record in caplog.records if "goes on without" in record.message] == [
         "WARNING"
     ]
-    one.start()
+    kvstored.start()
     wait_until(lambda: all(backend.batch_set_v1(hashes(50, 4), pool.slots([1, 2, 3, 4]))), "it comes back")
     assert backend.batch_exists(hashes(50, 4)) == 4
     assert any("is back after" in record.message for record in caplog.records)

@@ -16,9 +16,9 @@ OTHER = [(11 * i + 5) % 500 for i in range(200)]
 FULL_BLOCKS = 192  # tokens of it in whole blocks of 32
 
 
-def same(one: dict, other: dict) -> None:
-    assert one["tokens"] == other["tokens"]
-    assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
+def same(found: dict, other: dict) -> None:
+    assert found["tokens"] == other["tokens"]
+    assert found["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
 
 
 def test_another_engine_hits_and_answers_the_same(daemon, vllm, tiny_model):
@@ -74,17 +74,18 @@ def test_blocks_that_go_between_look_up_and_load_are_recomputed(daemon, vllm, ti
 
 
 def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model):
-    one, model = daemon(), tiny_model(0)
-    engine, plain = vllm({"model": model, "store": {"dir": str(one.dir)}}, {"model": model, "store": None})
+    kvstored, model = daemon(), tiny_model(0)
+    stores = {"dir": str(kvstored.dir)}, None
+    engine, plain = vllm(*({"model": model, "store": store} for store in stores))
     (truth,), (other_truth,) = plain.generate(PROMPT), plain.generate(OTHER)
     same(engine.generate(PROMPT)[0], truth)
-    one.kill()
+    kvstored.kill()
     same(engine.generate(OTHER)[0], other_truth)
     assert "goes on without the store" in engine.log()
-    one.start()
+    kvstored.start()
     third = [(13 * i + 1) % 500 for i in range(200)]
     (third_truth,) = plain.generate(third)
-    client = one.connect()
+    client = kvstored.connect()
     for attempt in range(200):  # the breaker's backoff is at most 5 s; each of these is a step of the engine
         same(engine.generate([*third, attempt])[0], plain.generate([*third, attempt])[0])
         if client.stats()["blocks"] > 0 and "is back after" in engine.log():
@@ -126,11 +127,11 @@ def test_what_cannot_be_right_is_refused_at_the_start(vllm, tiny_model, change, 
 
 
 def test_a_corrupt_block_is_recomputed(daemon, vllm, tiny_model):
-    one, model = daemon(), tiny_model(0)
-    store = {"dir": str(one.dir)}
+    kvstored, model = daemon(), tiny_model(0)
+    store = {"dir": str(kvstored.dir)}
     first, second = vllm({"model": model, "store": store}, {"model": model, "store": store})
     (truth,) = first.generate(PROMPT)
-    flip_in_pool(one.dir, first_block_bytes(one))
+    flip_in_pool(kvstored.dir, first_block_bytes(kvstored))
     same(second.generate(PROMPT)[0], truth)
     assert "kvstored" in second.log()
     first.send({"do": "reset"})
@@ -201,7 +202,7 @@ def test_two_ranks(daemon, vllm, tiny_model):
     assert (cold["cached"], warm["cached"]) == (0, FULL_BLOCKS)
     same(warm, cold)
     second.end()
-    (one,) = vllm({"model": model, "store": store})
-    (other_shards,) = one.generate(PROMPT)  # another number of ranks misses
+    (engine,) = vllm({"model": model, "store": store})
+    (other_shards,) = engine.generate(PROMPT)  # another number of ranks misses
     assert other_shards["cached"] == 0
     same(other_shards, cold)

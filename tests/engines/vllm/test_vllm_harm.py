@@ -25,22 +25,22 @@ def until_it_is_back(engine, plain, times):
 
 
 def test_a_daemon_that_dies_during_a_load_and_a_store(daemon, vllm, tiny_model):
-    one, model = daemon(), tiny_model(0)
-    store = {"dir": str(one.dir), "timeout_s": 1.0}
+    kvstored, model = daemon(), tiny_model(0)
+    store = {"dir": str(kvstored.dir), "timeout_s": 1.0}
     (engine,) = vllm({"model": model, "store": store}, env=ARMED)
     (plain,) = vllm({"model": model, "store": None})
     truths = {tuple(prompt): plain.generate(prompt)[0] for prompt in (PROMPT, OTHER)}
     same(engine.generate(PROMPT)[0], truths[tuple(PROMPT)])
     for times, (fault, prompt) in enumerate((("kill-load", PROMPT), ("kill-store", OTHER)), 1):
         engine.ask(do="reset")
-        engine.ask(do="fault", fault=fault, pid=one.process.pid)
+        engine.ask(do="fault", fault=fault, pid=kvstored.process.pid)
         (answer,) = engine.generate(prompt)
-        assert one.process.wait(60) == -9, "the fault did not happen"
+        assert kvstored.process.wait(60) == -9, "the fault did not happen"
         assert answer["cached"] == (FULL_BLOCKS if fault == "kill-load" else 0)
         same(answer, truths[tuple(prompt)])
-        one._note_segments()
+        kvstored._note_segments()
         until_it_noticed(engine, plain, times)
-        one.start()
+        kvstored.start()
         until_it_is_back(engine, plain, times)
     engine.ask(do="reset")
     same(engine.generate(OTHER)[0], truths[tuple(OTHER)])  # what was half stored is not found
@@ -57,17 +57,17 @@ def until_it_noticed(engine, plain, times):
 
 def test_it_hits_after_a_restart_and_from_disk(daemon, vllm, tiny_model, tmp_path, wait_until):
     disk = ("--disk", str(tmp_path / "blocks"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
-    one, blocks = daemon(args=disk), FULL_BLOCKS // 32
-    (engine,) = vllm({"model": tiny_model(0), "store": {"dir": str(one.dir)}})
+    kvstored, blocks = daemon(args=disk), FULL_BLOCKS // 32
+    (engine,) = vllm({"model": tiny_model(0), "store": {"dir": str(kvstored.dir)}})
     (truth,) = engine.generate(PROMPT)
     assert truth["cached"] == 0
-    with one.connect() as client:
+    with kvstored.connect() as client:
         wait_until(lambda: client.stats()["disk_files"] >= blocks, "all is on disk")
     for fresh in (False, True):
-        one.stop()
+        kvstored.stop()
         if fresh:
-            one.args = [*one.args, "--fresh"]  # without its memory
-        one.start()
+            kvstored.args = [*kvstored.args, "--fresh"]  # without its memory
+        kvstored.start()
         engine.ask(do="reset")
         for _ in range(200):  # until its breaker has closed, which asks at steps only
             (again,) = engine.generate(PROMPT)
@@ -76,7 +76,7 @@ def test_it_hits_after_a_restart_and_from_disk(daemon, vllm, tiny_model, tmp_pat
                 break
             engine.ask(do="reset")
         assert again["cached"] == FULL_BLOCKS
-        with one.connect() as client:
+        with kvstored.connect() as client:
             assert (client.stats()["disk_loaded"] > 0) is fresh
 
 

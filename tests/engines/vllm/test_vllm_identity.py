@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("way", ["connector", "spec"])
 def test_each_dimension_alone_misses(daemon, tiny_model, way):
-    one = daemon()
+    kvstored = daemon()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
            "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
     scene = "tests.engines.vllm.vllm_identity_scene"
-    run_scene(one, [scene, way, str(one.dir), tiny_model(0), tiny_model(1)], env, 800.0)
+    run_scene(kvstored, [scene, way, str(kvstored.dir), tiny_model(0), tiny_model(1)], env, 800.0)

@@ -38,12 +38,12 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 def test_keys_events_and_the_gauge(daemon, tiny_model, tmp_path):
-    one = daemon()
+    kvstored = daemon()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
     env.pop("PYTHONHASHSEED", None)
     scene = "tests.engines.vllm.vllm_keys_scene"
-    run_scene(one, [scene, str(one.dir), tiny_model(0), str(tmp_path)], env, 600.0)
+    run_scene(kvstored, [scene, str(kvstored.dir), tiny_model(0), str(tmp_path)], env, 600.0)
 
 
 def adapter(path, seed):
@@ -56,27 +56,27 @@ def adapter(path, seed):
 def test_adapters_share_by_content(daemon, vllm, tiny_model, tmp_path):
     options = {"model": tiny_model(0), "store": {"dir": str(daemon().dir)}, "llm": LORA}
     first, second = vllm(options, options)
-    one, two = adapter(tmp_path / "one", 1), adapter(tmp_path / "two", 2)
+    path, other_path = adapter(tmp_path / "one", 1), adapter(tmp_path / "two", 2)
     (base,) = first.generate(PROMPT)
-    (cold,) = first.generate(PROMPT, lora=["a", 1, one])
-    (other,) = first.generate(PROMPT, lora=["b", 2, two])
+    (cold,) = first.generate(PROMPT, lora=["a", 1, path])
+    (other,) = first.generate(PROMPT, lora=["b", 2, other_path])
     assert [answer["cached"] for answer in (base, cold, other)] == [0, 0, 0]
     assert len({tuple(answer["tokens"]) for answer in (base, cold, other)}) == 3, "the adapters do something"
 
-    (warm,) = second.generate(PROMPT, lora=["a", 1, one])
-    (warm_other,) = second.generate(PROMPT, lora=["b", 2, two])
+    (warm,) = second.generate(PROMPT, lora=["a", 1, path])
+    (warm_other,) = second.generate(PROMPT, lora=["b", 2, other_path])
     assert (warm["cached"], warm_other["cached"]) == (FULL_BLOCKS, FULL_BLOCKS)
     same(warm, cold)
     same(warm_other, other)
 
-    shutil.rmtree(one)
-    shutil.copytree(two, one)  # the same name and path, another content
+    shutil.rmtree(path)
+    shutil.copytree(other_path, path)  # the same name and path, another content
     for engine in (first, second):
         engine.send({"do": "reset"})  # vLLM's own cache goes by name and path
         assert engine.answer() is True
-    (changed,) = second.generate(PROMPT, lora=["a", 3, one])  # loaded anew, under another number
+    (changed,) = second.generate(PROMPT, lora=["a", 3, path])  # loaded anew, under another number
     assert changed["cached"] == 0
     same(changed, other)
-    (kept,) = first.generate(PROMPT, lora=["a", 1, one])  # has the old content in memory
+    (kept,) = first.generate(PROMPT, lora=["a", 1, path])  # has the old content in memory
     assert kept["cached"] == 0
     same(kept, cold)

@@ -69,8 +69,10 @@ def identity(model=MODEL, layers=2, block=TOKENS, layout="LBHNC", extra=None, **
     return model_identity(config.create_engine_config(), cache, extra or {})
 
 
-def half(own, ranks=1, events=False):
-    return Scheduling(client, own, TOKENS, TOKENS, ranks, 0.0, 0.0, loads=True, saves=True, events=events)
+def half(engine_id, ranks=1, events=False):
+    return Scheduling(
+        client, engine_id, TOKENS, TOKENS, ranks, 0.0, 0.0, loads=True, saves=True, events=events
+    )
 
 
 def request(prompt=PROMPT, **more):
@@ -80,14 +82,14 @@ def request(prompt=PROMPT, **more):
     )  # fmt: skip
 
 
-def save(scheduling, one):
+def save(scheduling, asked):
     """The step that computes all of it, and what the worker does."""
-    scheduling.matched(one, 0)
-    new = SimpleNamespace(req_id=one.request_id, block_ids=[list(range(BLOCKS))], num_computed_tokens=0)
+    scheduling.matched(asked, 0)
+    new = SimpleNamespace(req_id=asked.request_id, block_ids=[list(range(BLOCKS))], num_computed_tokens=0)
     cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
     step = scheduling.step(SimpleNamespace(
         scheduled_new_reqs=[new], scheduled_cached_reqs=cached,
-        num_scheduled_tokens={one.request_id: len(PROMPT)},
+        num_scheduled_tokens={asked.request_id: len(PROMPT)},
     ))  # fmt: skip
     (transfer,) = step.saves
     writer = client.create(transfer.keys, LAYOUT)
@@ -166,46 +168,46 @@ def adapter(path, content):
 
 
 def an_adapters_content_is_part_of_the_key():
-    own, path = identity(), SCRATCH / "adapter"
+    engine_id, path = identity(), SCRATCH / "adapter"
     numbers = itertools.count(1)
 
     def lora():
         return {"lora_request": LoRARequest("a", next(numbers), str(path))}
 
     adapter(path, b"one")
-    first, one = half(own), lora()
-    save(first, request(**one)).seal()
-    assert hits(first, **one) == hits(half(own), **lora()) == BLOCKS * TOKENS
+    first, lora_args = half(engine_id), lora()
+    save(first, request(**lora_args)).seal()
+    assert hits(first, **lora_args) == hits(half(engine_id), **lora()) == BLOCKS * TOKENS
     adapter(path, b"two")
-    assert hits(half(own), **lora()) == 0, "other content under the same name and path"
-    assert hits(first, **one) == 0, "nobody knows which content this engine has in memory"
-    save(first, request(**one)).seal()
-    assert hits(half(own), **lora()) == 0, "and nothing it computes is found by others"
+    assert hits(half(engine_id), **lora()) == 0, "other content under the same name and path"
+    assert hits(first, **lora_args) == 0, "nobody knows which content this engine has in memory"
+    save(first, request(**lora_args)).seal()
+    assert hits(half(engine_id), **lora()) == 0, "and nothing it computes is found by others"
     adapter(path, b"one")
-    assert hits(half(own), **lora()) == BLOCKS * TOKENS
+    assert hits(half(engine_id), **lora()) == BLOCKS * TOKENS
     shutil.rmtree(path)
-    assert hits(half(own), **lora()) == 0
+    assert hits(half(engine_id), **lora()) == 0
     in_place = LoRARequest("a", 1, adapter(path, b"one"), load_inplace=True)
-    assert hits(half(own), lora_request=in_place) == 0
+    assert hits(half(engine_id), lora_request=in_place) == 0
 
 
 def events_tell_hashes_of_what_is_there():
-    own = identity(extra={"model_version": "events"})
+    engine_id = identity(extra={"model_version": "events"})
     secret = request(cache_salt="secret salt")
-    scheduling = half(own, events=True)
+    scheduling = half(engine_id, events=True)
     writer = save(scheduling, secret)
     assert not list(scheduling.take_events()), "what is not sealed is not told"
     writer.seal()
     events = list(scheduling.take_events())
     batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
     told = msgspec.msgpack.decode(batch, type=KVEventBatch).events
-    hashes = [maybe_convert_block_hash(own) for own in secret.block_hashes]
-    assert [event.block_hashes for event in told] == [[own] for own in hashes[:BLOCKS]]
+    hashes = [maybe_convert_block_hash(value) for value in secret.block_hashes]
+    assert [event.block_hashes for event in told] == [[value] for value in hashes[:BLOCKS]]
     assert [event.parent_block_hash for event in told] == [None, *hashes[: BLOCKS - 1]]
     assert all(isinstance(event, BlockStored) and event.block_size == TOKENS for event in told)
     assert not any(event.token_ids or event.extra_keys or event.lora_name for event in told)
     assert b"secret" not in batch
-    assert not list(scheduling.take_events()) and not list(half(own).take_events())
+    assert not list(scheduling.take_events()) and not list(half(engine_id).take_events())
     what_has_gone_is_told(scheduling, secret, hashes[:BLOCKS])
     for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557"):
         for config in (
@@ -218,17 +220,17 @@ def events_tell_hashes_of_what_is_there():
         checked_endpoints(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint))
 
 
-def what_has_gone_is_told(scheduling, one, hashes):
-    keys = scheduling._running[one.request_id].keys
+def what_has_gone_is_told(scheduling, asked, hashes):
+    keys = scheduling._running[asked.request_id].keys
     client.delete(keys.between(1, BLOCKS))  # as an eviction: all but the first
     batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=list(scheduling.take_events())))
     gone = msgspec.msgpack.decode(batch, type=KVEventBatch).events
-    assert [event.block_hashes for event in gone] == [[own] for own in hashes[1:]]
+    assert [event.block_hashes for event in gone] == [[value] for value in hashes[1:]]
     assert all(isinstance(event, BlockRemoved) and event.medium == "CPU" for event in gone)
     assert not list(scheduling.take_events()), "what is gone is told once"
-    save(scheduling, one).seal()
+    save(scheduling, asked).seal()
     again = [event.block_hashes for event in scheduling.take_events()]
-    assert again == [[own] for own in hashes]
+    assert again == [[value] for value in hashes]
     assert not list(scheduling.take_events())
     client.delete(keys.between(0, BLOCKS))
     assert [event.block_hashes for event in scheduling.take_events()] == again

@@ -52,12 +52,12 @@ class FaultyConnector(KvstoredConnector):
 
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
-        own = self._worker.save_layer
+        original = self._worker.save_layer
 
         def save_layer(layer_name):
             self._at(layer_name, "kill-store", self._worker._writers)
             self._at(layer_name, "pause", self._worker._writers)
-            own(layer_name)
+            original(layer_name)
 
         self._worker.save_layer = save_layer
 
@@ -116,12 +116,12 @@ def generate(llm, command):
     lora = LoRARequest(*command["lora"]) if "lora" in command else None  # name, number, path
     answers = []
     for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora):
-        one = out.outputs[0]
+        answer = out.outputs[0]
         answers.append({
-            "tokens": list(one.token_ids),
-            "logprobs": [step[t].logprob for t, step in zip(one.token_ids, one.logprobs, strict=True)],
+            "tokens": list(answer.token_ids),
+            "logprobs": [step[t].logprob for t, step in zip(answer.token_ids, answer.logprobs, strict=True)],
             "cached": out.num_cached_tokens,
-            "ended": one.finish_reason,
+            "ended": answer.finish_reason,
         })  # fmt: skip
     return answers
 

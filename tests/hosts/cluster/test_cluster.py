@@ -70,12 +70,12 @@ def counters(host):
 
 def test_what_one_host_put_another_finds_when_the_first_is_gone(cluster):
     small, big, unread = new_keys(5), new_keys(3), new_keys(2)
-    with kvclient.connect(dir=str(cluster["a"].dir)) as one:
-        with one.create(unread, one.register_layout(SMALL.to_blob())) as writer:  # nobody asks for these
+    with kvclient.connect(dir=str(cluster["a"].dir)) as here:
+        with here.create(unread, here.register_layout(SMALL.to_blob())) as writer:  # nobody asks for these
             for block in writer:
                 fill(block, SMALL.num_layers)
-        put(one, small, SMALL)
-        put(one, big, BIG)
+        put(here, small, SMALL)
+        put(here, big, BIG)
         until(lambda: counters(cluster["a"]).get("puts") == 8, "all are in the pool")
         flush(cluster["a"])
     with kvclient.connect(dir=str(cluster["b"].dir)) as two:
@@ -116,35 +116,36 @@ def test_etcd_that_is_away_stops_nothing(cluster):
     assert told(cluster["a"])["members"] == ["a", "b"]
     keys = new_keys(2)
     clients = [kvclient.connect(dir=str(cluster[name].dir)) for name in ("a", "b")]
-    with clients[0] as one, clients[1] as two:
-        put(one, keys, SMALL)
+    with clients[0] as here, clients[1] as there:
+        put(here, keys, SMALL)
         until(lambda: counters(cluster["a"]).get("puts") == 2, "they are put all the same")
         cluster["a"].freeze()
         try:
-            assert got(two, keys, SMALL) in (0, 2)  # the replica here, or none
+            assert got(there, keys, SMALL) in (0, 2)  # the replica here, or none
         finally:
             cluster["a"].thaw()
 
 
 def test_one_of_two_replicas_hosts_is_killed_and_no_read_and_no_put_fails(three):
     keys = new_keys(24)
-    with kvclient.connect(dir=str(three["a"].dir)) as one, kvclient.connect(dir=str(three["c"].dir)) as two:
-        put(one, keys, SMALL)
+    a, c = (kvclient.connect(dir=str(three[name].dir)) for name in "ac")
+    with a as here, c as there:
+        put(here, keys, SMALL)
         until(lambda: counters(three["a"]).get("puts") == 24, "all are in the pool")
         assert counters(three["a"])["replicas"] == 48
         flush(three["a"])
         three["b"].kill()
         for key in keys:
-            assert got(two, [key], SMALL) == 1
+            assert got(there, [key], SMALL) == 1
         until(lambda: counters(three["c"]).get("hits") == 24, "all came from the pool")
         assert counters(three["c"])["failed_over"] > 0, "b had the nearer replica of some"
         until(lambda: counters(three["c"])["known"] == 24, "what b had is put again")
         more = new_keys(12)
-        put(two, more, SMALL)
+        put(there, more, SMALL)
         until(lambda: counters(three["c"])["known"] == 36, "they are put")
         assert counters(three["c"])["put_failed"] == 0
         flush(three["c"])
-        assert got(one, more, SMALL) == 12
+        assert got(here, more, SMALL) == 12
     asked = [sys.executable, "-m", "kvstored", "peers", "--dir", str(three["c"].dir)]
     shown = subprocess.run(asked, capture_output=True, text=True).stdout
     assert "pool of a, " in shown and "at a second replica" in shown, shown
@@ -187,8 +188,8 @@ class Joining:
 def joining():
     made = []
     yield lambda *about: made.append(Joining(*about)) or made[-1]
-    for one in made:
-        one.end()
+    for host in made:
+        host.end()
 
 
 ETCD = ["--cluster", "etcd://10.77.0.1:2379"]
@@ -197,8 +198,8 @@ TRUSTED = ["--trusted-network", "10.77.0.0/24"]
 
 def test_a_host_joins_by_the_clusters_name_alone(cluster, joining, tmp_path):
     near, keys = cluster["a"], new_keys(3)
-    with kvclient.connect(dir=str(near.dir)) as one:
-        put(one, keys, SMALL)
+    with kvclient.connect(dir=str(near.dir)) as here:
+        put(here, keys, SMALL)
         until(lambda: counters(near).get("known") == 3, "they are in the pool")
     new = joining(cluster["b"], tmp_path / "c", "c", *ETCD, "--cluster-memory", "64MiB")
     until(lambda: len(told_at(new.dir).get("members", ())) == 3, "it is a member")
@@ -212,8 +213,8 @@ def test_members_are_peers_of_each_other(cluster, joining, tmp_path):
     new = joining(cluster["b"], tmp_path / "c", "c", *ETCD, *TRUSTED, "--cluster-memory", "64MiB")
     until(lambda: new.up("a") and new.up("b"), "it has both as peers")
     until(lambda: near.peers().get("c", {"state": ""})["state"] == "up", "and they have it")
-    with kvclient.connect(dir=str(near.dir)) as one, kvclient.connect(dir=str(new.dir)) as far:
-        with one.create(keys, one.register_layout(SMALL.to_blob())) as writer:
+    with kvclient.connect(dir=str(near.dir)) as here, kvclient.connect(dir=str(new.dir)) as far:
+        with here.create(keys, here.register_layout(SMALL.to_blob())) as writer:
             for block in writer:
                 fill(block, SMALL.num_layers)
         assert got(far, keys, SMALL) == 3
@@ -221,7 +222,7 @@ def test_members_are_peers_of_each_other(cluster, joining, tmp_path):
         with far.create(back, far.register_layout(SMALL.to_blob())) as writer:
             for block in writer:
                 fill(block, SMALL.num_layers)
-        assert got(one, back, SMALL) == 2
+        assert got(here, back, SMALL) == 2
     new.end()
     until(lambda: "c" not in near.peers(), "it has left")
     assert near.peers()["b"]["state"] == "up", "who is configured stays"
@@ -239,8 +240,8 @@ def test_members_over_tls_without_a_pool(cluster, joining, tmp_path):
     until(lambda: made["c"].up("d") and made["d"].up("c"), "they are each other's peers, and nobody else's")
     assert set(made["c"].peers()) == {"d"}
     keys = new_keys(3)
-    with kvclient.connect(dir=str(made["c"].dir)) as one, kvclient.connect(dir=str(made["d"].dir)) as far:
-        with one.create(keys, one.register_layout(BIG.to_blob())) as writer:
+    with kvclient.connect(dir=str(made["c"].dir)) as here, kvclient.connect(dir=str(made["d"].dir)) as far:
+        with here.create(keys, here.register_layout(BIG.to_blob())) as writer:
             for block in writer:
                 fill(block, BIG.num_layers)
         assert got(far, keys, BIG) == 3
@@ -251,8 +252,8 @@ def test_the_masters_host_dies_and_the_others_put_again_what_they_have(three):
     lost = next(name for name in "abc" if three[name].at.partition(":")[0] == master)
     first, second = (three[name] for name in "abc" if name != lost)
     keys = new_keys(12)
-    with kvclient.connect(dir=str(first.dir)) as one, kvclient.connect(dir=str(second.dir)) as two:
-        put(one, keys, SMALL)
+    with kvclient.connect(dir=str(first.dir)) as here, kvclient.connect(dir=str(second.dir)) as there:
+        put(here, keys, SMALL)
         until(lambda: counters(first).get("puts") == 12, "all are in the pool")
         three[lost].kill()
         for host in (first, second):
@@ -262,7 +263,7 @@ def test_the_masters_host_dies_and_the_others_put_again_what_they_have(three):
         until(lambda: counters(first).get("puts") == 12 and counters(first)["known"] == 12, "put again")
         flush(first)
         until(lambda: second.peers()["pool"]["state"] == "up", "it is there")
-        until(lambda: got(two, keys, SMALL) == 12, "they are found")
+        until(lambda: got(there, keys, SMALL) == 12, "they are found")
 
 
 @pytest.fixture
@@ -274,18 +275,18 @@ def test_a_fabric_that_is_killed_while_a_block_comes_costs_a_hit_and_its_memory_
     large = geometry(layers=16, heads=16, dim=64, tokens=128)  # 8 MiB
     keys = new_keys(6)
     near, far = slow["a"], slow["b"]
-    with kvclient.connect(dir=str(near.dir)) as one, kvclient.connect(dir=str(far.dir)) as two:
-        put(one, keys, large)
+    with kvclient.connect(dir=str(near.dir)) as here, kvclient.connect(dir=str(far.dir)) as there:
+        put(here, keys, large)
         until(lambda: counters(near).get("known") == 6, "all are in the pool, some here, some there")
         flush(near)
         near.network.slow("a", 2e6)  # four seconds for one
         first = fabric_pid(far)
         found = []
-        reader = threading.Thread(target=lambda: found.append(got(two, keys, large)))
+        reader = threading.Thread(target=lambda: found.append(got(there, keys, large)))
         reader.start()
         until(lambda: far.peers()["pool"]["lent"], "one is on its way to its place")
         os.kill(first, signal.SIGKILL)
         until(lambda: far.peers()["pool"]["lent"] == 0, "what was lent is over when the process is")
         reader.join()
         assert found[0] < 6
-        put(two, new_keys(12), large)  # twelve of 8 MiB, in 192 MiB of memory
+        put(there, new_keys(12), large)  # twelve of 8 MiB, in 192 MiB of memory

@@ -24,8 +24,8 @@ QUICK = ["deepseek_v2", "gemma2", "falcon_h1", "mamba2"]  # latent, windows, bot
 
 @pytest.fixture(scope="module")
 def clients(pair_of_hosts):
-    with pair_of_hosts[0].connect() as one, pair_of_hosts[1].connect() as two:
-        yield one, two
+    with pair_of_hosts[0].connect() as here, pair_of_hosts[1].connect() as there:
+        yield here, there
 
 
 @pytest.fixture
@@ -67,16 +67,16 @@ def alone(name, ids, **options):
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_class_of_models_is_handed_over(attached, name):
-    one, two = attached(name)
+    prefilling, decoding = attached(name)
     ids = prompt(100, seed=7)
-    handoff = one.handoff(input_ids=ids)
+    handoff = prefilling.handoff(input_ids=ids)
     tokens, logits, _ = generate(build(name), ids, 6)
-    found, found_logits = resumed(two, handoff)
+    found, found_logits = resumed(decoding, handoff)
     assert handoff.wait(WAIT_S)
     assert torch.equal(found, tokens) and near(found_logits, logits)
-    found, found_logits = resumed(two, handoff)  # again, and all is there
+    found, found_logits = resumed(decoding, handoff)  # again, and all is there
     assert torch.equal(found, tokens) and near(found_logits, logits)
-    assert two.last.reused_tokens >= 80, two.last
+    assert decoding.last.reused_tokens >= 80, decoding.last
     handoff.release()
 
 
@@ -91,28 +91,28 @@ def left_padded(*rows):
 
 
 def test_a_batch_with_padding_is_handed_over(attached):
-    one, two = attached("llama")
+    prefilling, decoding = attached("llama")
     ids, mask = left_padded(prompt(90, seed=3), prompt(100, seed=4), prompt(37, seed=5))
-    handoff = one.handoff(input_ids=ids, attention_mask=mask)
+    handoff = prefilling.handoff(input_ids=ids, attention_mask=mask)
     assert [len(row) for row in handoff.rows] == [90, 100, 37]
     tokens, logits, _ = generate(build("llama"), ids, 6, attention_mask=mask)
-    found, found_logits = resumed(two, handoff)
+    found, found_logits = resumed(decoding, handoff)
     assert handoff.wait(WAIT_S)
     assert torch.equal(found, tokens) and near(found_logits, logits)
-    found, _ = resumed(two, handoff)
+    found, _ = resumed(decoding, handoff)
     assert torch.equal(found, tokens)
-    assert two.last.reused_tokens > 0
+    assert decoding.last.reused_tokens > 0
     handoff.release()
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_quantised_blocks_are_handed_over(attached, codec):
-    one, two = attached("llama", codec=codec, block_tokens=32)
+    prefilling, decoding = attached("llama", codec=codec, block_tokens=32)
     ids = prompt(100, seed=11)
-    handoff = one.handoff(input_ids=ids)
+    handoff = prefilling.handoff(input_ids=ids)
     assert handoff.wait(WAIT_S)
-    found, logits = resumed(two, handoff)
-    assert two.last.reused_tokens >= 96
+    found, logits = resumed(decoding, handoff)
+    assert decoding.last.reused_tokens >= 96
     tokens, wanted = alone("llama", ids, codec=codec, block_tokens=32)
     assert torch.equal(found, tokens) and near(logits, wanted)
     handoff.release()
@@ -133,36 +133,36 @@ def test_what_is_kept_as_computed_beside_quantised_blocks_comes_along_unasked(cl
 
 @pytest.mark.parametrize("options", [{"in_place": True}, {"paged": True, "paged_tokens": 2048}], ids=str)
 def test_blocks_are_read_where_they_lie_on_the_host_they_were_handed_to(attached, options):
-    one, two = attached("llama", **options)
+    prefilling, decoding = attached("llama", **options)
     ids = prompt(100, seed=12)
-    handoff = one.handoff(input_ids=ids)
+    handoff = prefilling.handoff(input_ids=ids)
     tokens, logits, _ = generate(build("llama"), ids, 6)
-    found, found_logits = resumed(two, handoff)
-    assert handoff.wait(WAIT_S) and two.last.reused_tokens >= 96
-    assert two.last.dense is None or "paged" in options
+    found, found_logits = resumed(decoding, handoff)
+    assert handoff.wait(WAIT_S) and decoding.last.reused_tokens >= 96
+    assert decoding.last.dense is None or "paged" in options
     assert torch.equal(found, tokens) and near(found_logits, logits, 1e-4)
     handoff.release()
 
 
 def test_repair_uses_what_the_other_host_computed_behind_other_tokens(attached):
-    one, two = attached("llama", repair=Repair("selective", max_kl=None))
+    prefilling, decoding = attached("llama", repair=Repair("selective", max_kl=None))
     text, before = prompt(128, seed=21), prompt(32, seed=22)
-    first = one.handoff(input_ids=text)
+    first = prefilling.handoff(input_ids=text)
     assert first.wait(WAIT_S)
     moved = torch.cat([before, text, prompt(8, seed=23)], 1)
-    handoff = one.handoff(input_ids=moved)
+    handoff = prefilling.handoff(input_ids=moved)
     assert handoff.wait(WAIT_S)
-    found, _ = resumed(two, handoff)
+    found, _ = resumed(decoding, handoff)
     assert found.shape[1] == moved.shape[1] + 6
-    assert two.last.reused_tokens > 0
+    assert decoding.last.reused_tokens > 0
     for each in (first, handoff):
         each.release()
 
 
 def test_seeded_sampling_is_that_of_one_host(attached):
-    one, two = attached("llama")
+    prefilling, decoding = attached("llama")
     ids, options = prompt(100, seed=13), {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
-    handoff = one.handoff(input_ids=ids)
+    handoff = prefilling.handoff(input_ids=ids)
     assert handoff.wait(WAIT_S)
     plain = build("llama")
     torch.manual_seed(5)
@@ -170,23 +170,23 @@ def test_seeded_sampling_is_that_of_one_host(attached):
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, pad_token_id=0, **options
     )
     torch.manual_seed(5)
-    assert torch.equal(resumed(two, handoff, **options)[0], tokens)
+    assert torch.equal(resumed(decoding, handoff, **options)[0], tokens)
     handoff.release()
 
 
 def test_what_the_thread_says_of_its_calls_holds_for_its_handoff(attached):
-    one, two = attached("llama", block_tokens=32)
+    prefilling, decoding = attached("llama", block_tokens=32)
     ids = prompt(100, seed=14)
-    with one.coded("int8"), one.salted(b"tenant"):
-        handoff = one.handoff(input_ids=ids)
+    with prefilling.coded("int8"), prefilling.salted(b"tenant"):
+        handoff = prefilling.handoff(input_ids=ids)
     assert handoff.wait(WAIT_S)
-    assert handoff.identity != one.identity
+    assert handoff.identity != prefilling.identity
     with pytest.raises(kvclient.InvalidArgument, match="identity"):
-        two.resume(handoff)
-    with two.coded("int8"), two.salted(b"tenant"):
-        resumed(two, handoff)
-        assert two.last.reused_tokens >= 96
+        decoding.resume(handoff)
+    with decoding.coded("int8"), decoding.salted(b"tenant"):
+        resumed(decoding, handoff)
+        assert decoding.last.reused_tokens >= 96
     changed = dataclasses.replace(handoff, rows=((1, 2, 3),))
-    with two.coded("int8"), two.salted(b"tenant"):  # nothing of it is there: it is computed
-        assert resumed(two, changed)[0].shape[1] == 9
+    with decoding.coded("int8"), decoding.salted(b"tenant"):  # nothing of it is there: it is computed
+        assert resumed(decoding, changed)[0].shape[1] == 9
     handoff.release()

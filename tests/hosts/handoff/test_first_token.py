@@ -24,10 +24,10 @@ SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
 @pytest.fixture(scope="module")
 def pair(pair_of_hosts):
     """Attachments of equal models, each on a host of its own."""
-    with pair_of_hosts[0].connect() as one, pair_of_hosts[1].connect() as two:
+    with pair_of_hosts[0].connect() as here, pair_of_hosts[1].connect() as there:
         made = [
             kvclient.hf.attach(build("llama"), client, block_tokens=BLOCK, self_test=False)
-            for client in (one, two)
+            for client in (here, there)
         ]
         yield made
         for kv in made:

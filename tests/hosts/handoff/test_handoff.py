@@ -24,10 +24,10 @@ BLOCK, WAIT_S, LAYERS = 16, 60.0, 3
 def pair(daemon, tmp_path, wait_until):
     """(prefilling, decoding) attachments, each of a model of its own, on a host of its own."""
     hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
-    with hosts[0].connect() as one, hosts[1].connect() as two:
+    with hosts[0].connect() as here, hosts[1].connect() as there:
         made = [
             kvclient.hf.attach(build("llama"), client, block_tokens=BLOCK, self_test=False)
-            for client in (one, two)
+            for client in (here, there)
         ]
         made[0].hosts = made[1].hosts = hosts
         yield made
@@ -61,13 +61,13 @@ def test_what_one_host_prefilled_the_other_decodes_and_answers_the_same(pair):
 @pytest.fixture
 def last_layer(monkeypatch):
     """(reached, opened): the prefill stops before it writes its last layer, until `opened`."""
-    reached, opened, own = threading.Event(), threading.Event(), Publisher.written
+    reached, opened, original = threading.Event(), threading.Event(), Publisher.written
 
     def written(self, layer, *more):
         if threading.current_thread().name == "kvclient-handoff" and layer == LAYERS - 1:
             reached.set()
             assert opened.wait(WAIT_S)
-        own(self, layer, *more)
+        original(self, layer, *more)
 
     monkeypatch.setattr(Publisher, "written", written)
     yield reached, opened
@@ -76,11 +76,11 @@ def last_layer(monkeypatch):
 
 def test_decode_begins_while_the_prefill_still_computes(pair, last_layer, monkeypatch):
     """The last layer is written only after the other host has taken the first."""
-    ids, (_, opened), own = prompt(100), last_layer, PrefixSource._loaded
+    ids, (_, opened), original = prompt(100), last_layer, PrefixSource._loaded
 
     def loaded(self, layer):
         opened.set()
-        own(self, layer)
+        original(self, layer)
 
     monkeypatch.setattr(PrefixSource, "_loaded", loaded)
     tokens, *_ = generate(build("llama"), ids)

@@ -89,12 +89,12 @@ def test_who_hands_off_may_let_go(prefilled):
 def test_a_lease_lasts_while_a_decoder_lives_and_a_killed_ones_ends(prefilled, wait_until):
     hosts, kv, handoff = prefilled
     with hosts[1].connect() as far, handoff.lease(far):  # a process takes long to begin
-        one, two = Decoder(hosts[1], handoff), Decoder(hosts[1], handoff)
-    one.kill()
+        decoder, other = Decoder(hosts[1], handoff), Decoder(hosts[1], handoff)
+    decoder.kill()
     seen = beats(hosts, 1)
     wait_until(lambda: beats(hosts, 1) > seen + 8)  # of six of one lease
     assert handoff.held and kv.client.lookup([lease.word_of(handoff.mark)], peers=True).states[0]
-    two.kill()
+    other.kill()
     wait_until(lambda: not handoff.held)
     assert pins(hosts) == 0
 

@@ -23,11 +23,11 @@ WAIT_S = 60.0
 
 
 def replaced(said, kind, **changes):
-    return [dataclasses.replace(one, **changes) if one.kind == kind else one for one in said]
+    return [dataclasses.replace(frame, **changes) if frame.kind == kind else frame for frame in said]
 
 
 def payload_of(said, kind):
-    return next(one.payload for one in said if one.kind == kind)
+    return next(frame.payload for frame in said if frame.kind == kind)
 
 
 def another_key(said):
@@ -58,7 +58,7 @@ def whole_too_soon(said):
 
 
 def of_another_fetch(said):
-    return [dataclasses.replace(one, item=9) for one in said]
+    return [dataclasses.replace(frame, item=9) for frame in said]
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def misses(client, key):
 
 
 def encoded(said, fetch):
-    return b"".join(one.encoded(one.item, fetch.request) for one in said)
+    return b"".join(frame.encoded(frame.item, fetch.request) for frame in said)
 
 
 def test_lies_under_right_checksums_are_misses_and_counted(asked):
@@ -142,7 +142,7 @@ def test_one_that_never_ends_is_given_up(asked):
     key = next(iter(said))
 
     def go_on(to: socket.socket, fetch):
-        meta = next(one for one in said[key] if one.kind == frames.META)
+        meta = next(frame for frame in said[key] if frame.kind == frames.META)
         to.sendall(encoded(said[key][:3], fetch))
         while True:
             to.sendall(encoded([meta] * 100, fetch))

@@ -53,34 +53,34 @@ def port():
 
 
 def connected(port):
-    own = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
-    return contextlib.closing(own)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    return contextlib.closing(connection)
 
 
 def asked(port, body=b""):
-    with connected(port) as own:
-        own.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    with connected(port) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         answer = b""
         while not answer.endswith(b"%8d" % len(body)):
-            more = own.recv(4096)
+            more = connection.recv(4096)
             assert more, answer
             answer += more
         return answer.split(b"\r\n")[0]
 
 
-def closed(own, sends):
+def closed(connection, sends):
     """Sends a piece at a time until the server has closed the connection. Returns what it said."""
     said, stopped = b"", threading.Event()
 
     def dribble():
         with contextlib.suppress(OSError):
             while not stopped.wait(0.05):
-                own.sendall(sends)
+                connection.sendall(sends)
 
     sender = threading.Thread(target=dribble)
     sender.start()
     try:
-        while more := own.recv(4096):
+        while more := connection.recv(4096):
             said += more
     except ConnectionError:
         pass
@@ -96,9 +96,9 @@ def closed(own, sends):
     ids=["head", "body"],
 )
 def test_what_takes_for_ever_is_closed_and_others_are_served(port, head):
-    with connected(port) as own:
-        own.sendall(head)
-        assert closed(own, b"a") == b""
+    with connected(port) as connection:
+        connection.sendall(head)
+        assert closed(connection, b"a") == b""
     assert asked(port, b"abc") == b"HTTP/1.1 200 OK"
 
 
@@ -108,9 +108,9 @@ class Clock:
     def __init__(self):
         self.due = []
 
-    def call_later(self, seconds, call, one):
-        self.due.append((seconds, call, one))
-        return SimpleNamespace(cancel=lambda: self.due.remove((seconds, call, one)))
+    def call_later(self, seconds, call, argument):
+        self.due.append((seconds, call, argument))
+        return SimpleNamespace(cancel=lambda: self.due.remove((seconds, call, argument)))
 
 
 class Connection:
@@ -121,22 +121,22 @@ class Connection:
 def test_an_answers_end_begins_the_time_anew_and_the_oldest_goes_first():
     clock, closed, waiting = Clock(), [], Waiting(2, 30.0)
     first, second, third = (Connection(name, clock, closed) for name in "abc")
-    for one in (first, second, first):  # the first's answer has ended: the second is the oldest now
-        waiting.add(one)
+    for connection in (first, second, first):  # the first's answer has ended: the second is the oldest now
+        waiting.add(connection)
     assert len(clock.due) == 2
     waiting.add(third)
     assert closed == ["b"] and waiting.closed == 1 and len(clock.due) == 2
     waiting.drop(third)  # its request is whole
-    ((seconds, call, one),) = clock.due
-    assert (seconds, one) == (30.0, first)
-    call(one)
+    ((seconds, call, connection),) = clock.due
+    assert (seconds, connection) == (30.0, first)
+    call(connection)
     assert closed == ["b", "a"] and not clock.due
 
 
 def test_a_head_without_end_is_refused(port):
-    with connected(port) as own:
-        own.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
-        assert closed(own, b"X-Many: " + b"a" * 9000 + b"\r\n").split(b"\r\n")[0] in (
+    with connected(port) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        assert closed(connection, b"X-Many: " + b"a" * 9000 + b"\r\n").split(b"\r\n")[0] in (
             b"HTTP/1.1 400 Bad Request", b"",
         )  # fmt: skip
     assert asked(port) == b"HTTP/1.1 200 OK"
@@ -157,6 +157,6 @@ def test_thousands_of_idle_connections_keep_nobody_out(port):
         with contextlib.suppress(ConnectionError):
             assert oldest.recv(1) == b"", "the oldest that waits was not closed"
     finally:
-        for own in idle:
-            own.close()
+        for connection in idle:
+            connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -32,33 +32,33 @@ def asked(server, method, path, body=None, **headers):
 def test_nothing_is_told_to_whom_it_does_not_belong(server, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("alice-key\n")
-    one = server("--store", "32MiB", "--api-key-file", str(keys), "--allow-origin", NAMED)
-    own = {"Authorization": "Bearer alice-key", "Content-Type": "application/json"}
+    running = server("--store", "32MiB", "--api-key-file", str(keys), "--allow-origin", NAMED)
+    alice = {"Authorization": "Bearer alice-key", "Content-Type": "application/json"}
     chat = {"messages": [{"role": "user", "content": SECRET * 4}], "max_tokens": 4, "user": SECRET}
     path = "/v1/chat/completions"
 
     for origin, answer in ((NAMED, NAMED), ("https://evil.example", None), ("null", None)):
-        status, headers, _ = asked(one, "POST", path, json.dumps(chat), Origin=origin, **own)
+        status, headers, _ = asked(running, "POST", path, json.dumps(chat), Origin=origin, **alice)
         assert (status, headers.get("access-control-allow-origin")) == (200, answer)
         before = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-        status, headers, _ = asked(one, "OPTIONS", path, Origin=origin, **before)
+        status, headers, _ = asked(running, "OPTIONS", path, Origin=origin, **before)
         assert (status == 200, headers.get("access-control-allow-origin")) == (answer is not None, answer)
-    assert "x-kv-tier" in asked(one, "GET", "/health", Origin=NAMED)[1][
+    assert "x-kv-tier" in asked(running, "GET", "/health", Origin=NAMED)[1][
         "access-control-expose-headers"
     ].lower()
     # What a form of another page may send without asking is no request here.
-    plain = {**own, "Content-Type": "text/plain"}
-    assert asked(one, "POST", path, json.dumps(chat), **plain)[0] == 400
+    plain = {**alice, "Content-Type": "text/plain"}
+    assert asked(running, "POST", path, json.dumps(chat), **plain)[0] == 400
 
     for body in ({**chat, "beams": SECRET}, {**chat, "temperature": SECRET}, {**chat, "stream": True},
                  {"messages": SECRET}, {**chat, "messages": [{"role": SECRET, "content": "x"}]}):  # fmt: skip
-        asked(one, "POST", path, json.dumps(body), **own)
-    asked(one, "POST", path, SECRET.encode() + b"\xff", **own)
-    asked(one, "POST", "/" + SECRET, "{}", **own)
-    assert asked(one, "POST", path, json.dumps(chat), Authorization=f"Bearer {SECRET}")[0] in (400, 401)
-    metrics = asked(one, "GET", "/metrics")[2].decode()
-    one.process.send_signal(signal.SIGINT)
-    said = "".join(one.process.communicate(timeout=60))
+        asked(running, "POST", path, json.dumps(body), **alice)
+    asked(running, "POST", path, SECRET.encode() + b"\xff", **alice)
+    asked(running, "POST", "/" + SECRET, "{}", **alice)
+    assert asked(running, "POST", path, json.dumps(chat), Authorization=f"Bearer {SECRET}")[0] in (400, 401)
+    metrics = asked(running, "GET", "/metrics")[2].decode()
+    running.process.send_signal(signal.SIGINT)
+    said = "".join(running.process.communicate(timeout=60))
     assert SECRET not in said + metrics and "alice-key" not in said + metrics
 
 
@@ -71,9 +71,9 @@ def test_without_a_named_origin_no_page_elsewhere_is_answered(tiny):
 def test_a_key_is_compared_with_all_keys_by_digests_of_one_length(monkeypatch, shown):
     compared, digests = [], hmac.compare_digest
 
-    def counting(known, given):
-        compared.append((len(known), len(given)))
-        return digests(known, given)
+    def counting(known, presented):
+        compared.append((len(known), len(presented)))
+        return digests(known, presented)
 
     monkeypatch.setattr("kvclient.serve.http.asking.hmac.compare_digest", counting)
     asking = Asking.__new__(Asking)

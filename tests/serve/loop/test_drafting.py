@@ -132,7 +132,7 @@ def test_what_is_drawn_by_rejection_has_the_models_distribution():
         tokens = [int(torch.multinomial(guess[i], 1, generator=chance)) for i in range(2)]
         draft = Draft((tokens[0], tokens[1]), (0, 1), {0: guess[0], 1: guess[1]})
         path, said = accept(draft, sampler, logits)
-        assert [one.token for one in said] == list(path.tokens)
+        assert [drawn.token for drawn in said] == list(path.tokens)
         met[path.tokens[0]] += 1
     for token in range(4):
         share, error = float(wanted[0, token]), 5 * (0.25 / rounds) ** 0.5

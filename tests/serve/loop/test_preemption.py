@@ -93,58 +93,59 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.integers(1, 3))
 def test_whatever_comes_all_finish_within_the_memory(events, gives):
-    own, cancelled = Simulated(), set()
+    simulated, cancelled = Simulated(), set()
     for kind, first, second in events:
         if kind == "submit":
-            own.submit(first, second)
+            simulated.submit(first, second)
         elif kind == "work":
-            own.work(first)
-        elif own.said:
-            entry = list(own.said)[first % len(own.said)]
-            if entry not in own.done:
+            simulated.work(first)
+        elif simulated.said:
+            entry = list(simulated.said)[first % len(simulated.said)]
+            if entry not in simulated.done:
                 cancelled.add(entry)
-                own.scheduler.remove(entry)
+                simulated.scheduler.remove(entry)
     steps = 0
-    while own.work(gives) is not None:
+    while simulated.work(gives) is not None:
         steps += 1
         assert steps < 20_000, "they wait for each other"
-    assert set(own.done) == set(own.said) - cancelled and len(own.done) == len(set(own.done))
-    assert own.scheduler.idle and own.scheduler.held_tokens == 0
+    assert set(simulated.done) == set(simulated.said) - cancelled
+    assert len(simulated.done) == len(set(simulated.done))
+    assert simulated.scheduler.idle and simulated.scheduler.held_tokens == 0
 
 
 def test_more_run_side_by_side_than_their_longest_answers_would_allow():
-    own = Simulated(replace(LIMITS, step_tokens=1))
-    entries = [own.submit(100, 800) for _ in range(3)]
+    simulated = Simulated(replace(LIMITS, step_tokens=1))
+    entries = [simulated.submit(100, 800) for _ in range(3)]
     for _ in range(60):
-        own.work()
-    assert all(own.said[entry] > 40 for entry in entries) and not own.preempted
+        simulated.work()
+    assert all(simulated.said[entry] > 40 for entry in entries) and not simulated.preempted
 
 
 def test_the_oldest_is_never_the_one_that_waits_and_one_that_waits_comes_first():
-    own = Simulated(replace(LIMITS, step_tokens=1, max_batch=3))
-    oldest, younger, youngest = (own.submit(250, 600) for _ in range(3))
-    while not own.preempted:
-        own.work()
-    assert own.preempted == [youngest]
-    late = own.submit(10, 5)
-    while younger not in own.done:
-        own.work()
-    assert oldest in own.done and oldest not in own.preempted
-    while late not in own.done or youngest not in own.done:
-        assert own.work() is not None
-    assert own.done.index(youngest) < own.done.index(late) or own.said[youngest] == 600
+    simulated = Simulated(replace(LIMITS, step_tokens=1, max_batch=3))
+    oldest, younger, youngest = (simulated.submit(250, 600) for _ in range(3))
+    while not simulated.preempted:
+        simulated.work()
+    assert simulated.preempted == [youngest]
+    late = simulated.submit(10, 5)
+    while younger not in simulated.done:
+        simulated.work()
+    assert oldest in simulated.done and oldest not in simulated.preempted
+    while late not in simulated.done or youngest not in simulated.done:
+        assert simulated.work() is not None
+    assert simulated.done.index(youngest) < simulated.done.index(late) or simulated.said[youngest] == 600
 
 
 def test_one_that_waits_again_takes_no_place_of_the_queue():
-    own = Simulated(replace(LIMITS, step_tokens=1, max_queue=1))
+    simulated = Simulated(replace(LIMITS, step_tokens=1, max_queue=1))
     for _ in range(2):
-        own.submit(400, 500)
-        own.work()
-    while not own.preempted:
-        own.work()
-    own.submit(10, 10)
+        simulated.submit(400, 500)
+        simulated.work()
+    while not simulated.preempted:
+        simulated.work()
+    simulated.submit(10, 10)
     with pytest.raises(QueueFull):
-        own.submit(10, 10)
+        simulated.submit(10, 10)
 
 
 def run(model, kv, limits, prompts, new, drafting=None, samplers=None, **more):

@@ -21,11 +21,11 @@ SHARED, OWN, BLOCK = 13 * 32, 40, 32
 
 @pytest.mark.parametrize("piece", [128, 512])
 def test_eight_that_share_are_computed_once_by_two_servers(daemon, piece):
-    own = daemon(memory="64MiB")
+    kvstored = daemon(memory="64MiB")
     models = [build("llama", layers=2) for _ in range(2)]
-    with own.connect() as one, own.connect() as two:
+    with kvstored.connect() as first, kvstored.connect() as second:
         kvs = [kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False)
-               for model, client in zip(models, (one, two), strict=True)]  # fmt: skip
+               for model, client in zip(models, (first, second), strict=True)]  # fmt: skip
         loops = [Loop(model, kv, Limits(piece_tokens=piece))
                  for model, kv in zip(models, kvs, strict=True)]  # fmt: skip
         common = prompt(SHARED, seed=100)[0].tolist()

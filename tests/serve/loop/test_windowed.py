@@ -43,8 +43,8 @@ class Chat:
 
 
 def test_a_turn_goes_on_on_another_server_and_equals_the_chat_without_a_window(daemon, server):
-    own = daemon(memory="64MiB")
-    first, second = (server("--dir", str(own.dir)) for _ in range(2))
+    kvstored = daemon(memory="64MiB")
+    first, second = (server("--dir", str(kvstored.dir)) for _ in range(2))
     windowed, plain = Chat(), Chat()
     for place, text in ((first, "one two three"), (second, "four five"), (first, "six")):
         said, cached = windowed.say(place, text, window=WIDE)
@@ -84,11 +84,11 @@ def test_keys_do_not_share_windows(server, tmp_path):
     keys.write_text("alice\nbob\n")
     tiny = server("--store", "64MiB", "--api-key-file", str(keys))
     alice, bob = Chat(), Chat()
-    own = {"Authorization": "Bearer alice"}
-    alice.say(tiny, "a secret", headers=own, window=SMALL)
+    key = {"Authorization": "Bearer alice"}
+    alice.say(tiny, "a secret", headers=key, window=SMALL)
     bob.messages = list(alice.messages)
     assert bob.say(tiny, "go on", headers={"Authorization": "Bearer bob"}, window=SMALL)[1] == 0
-    assert alice.say(tiny, "go on", headers=own, window=SMALL)[1] > 0
+    assert alice.say(tiny, "go on", headers=key, window=SMALL)[1] > 0
 
 
 @pytest.mark.parametrize(

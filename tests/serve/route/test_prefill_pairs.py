@@ -38,8 +38,8 @@ def test_one_of_the_same_store_is_asked_first_and_the_least_busy_of_those():
 
 @pytest.mark.slow
 def test_a_pair_computes_a_prompt_once_and_either_may_die(daemon, server):
-    own = daemon(memory="64MiB")
-    computes, answers = (server("--dir", str(own.dir)) for _ in range(2))
+    kvstored = daemon(memory="64MiB")
+    computes, answers = (server("--dir", str(kvstored.dir)) for _ in range(2))
     router = Route(answers, flags=["--prefill", computes.url, "--prefill-bytes", "256"])
     try:
         wait_for(lambda: router.up() == 2)

@@ -44,7 +44,7 @@ class Route(Server):
 
     def up(self):
         try:
-            return sum(one["up"] for one in json.loads(self.get("/health")[1])["servers"])
+            return sum(entry["up"] for entry in json.loads(self.get("/health")[1])["servers"])
         except urllib.error.HTTPError:
             return 0
 
@@ -61,8 +61,8 @@ def pair(home):
     """Two with stores of their own, for the tests that kill none."""
     both = [Server(home, "--store", "64MiB") for _ in range(2)]
     yield both
-    for one in both:
-        one.end()
+    for running in both:
+        running.end()
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def route():
         return started[-1]
 
     yield make
-    for one in started:
-        one.end()
+    for running in started:
+        running.end()
 
 
 def test_a_prefix_goes_to_the_server_that_holds_it_and_answers_pass_unchanged(pair, route):
@@ -90,16 +90,16 @@ def test_a_prefix_goes_to_the_server_that_holds_it_and_answers_pass_unchanged(pa
     direct = (first if first.url.endswith(where) else second).chat(TEXT + "One.")
     assert direct["choices"] == said["choices"]
     client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0, timeout=60)
-    given = {"model": "tiny", "messages": [{"role": "user", "content": TEXT + "One."}], "max_tokens": 8,
+    request = {"model": "tiny", "messages": [{"role": "user", "content": TEXT + "One."}], "max_tokens": 8,
              "temperature": 0}  # fmt: skip
-    chunks = client.chat.completions.create(**given, stream=True)
+    chunks = client.chat.completions.create(**request, stream=True)
     text = "".join(c.choices[0].delta.content or "" for c in chunks)
     assert text == said["choices"][0]["message"]["content"]
-    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny"]
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
-        client.chat.completions.create(**{**given, "model": "gpt-4"})
+        client.chat.completions.create(**{**request, "model": "gpt-4"})
     with pytest.raises(openai.BadRequestError, match="beams"):
-        client.chat.completions.create(**given, extra_body={"beams": 2})
+        client.chat.completions.create(**request, extra_body={"beams": 2})
     assert "<textarea" in router.get("/")[1] and "kvclient_route_server_up" in router.get("/metrics")[1]
 
 
@@ -113,8 +113,8 @@ def test_a_router_that_has_seen_nothing_asks_who_holds_a_prompt(pair, route):
 
 
 def test_servers_of_one_daemon_share_the_load_of_one_prefix(daemon, server, route):
-    own = daemon(memory="64MiB")
-    router = route(*(server("--dir", str(own.dir)) for _ in range(2)))
+    kvstored = daemon(memory="64MiB")
+    router = route(*(server("--dir", str(kvstored.dir)) for _ in range(2)))
     places = [router.asked(TEXT) for _ in range(4)]
     assert len({where for where, _ in places}) == 2
     cached = [said["usage"]["prompt_tokens_details"]["cached_tokens"] for _, said in places]
@@ -165,22 +165,25 @@ def test_a_silent_server_is_lost_and_comes_back(pair, route):
 
 
 def test_a_client_that_hangs_up_stops_the_computing_behind_the_router(pair, route):
-    own = pair[0]
-    router, before = route(own), own.stats().get("requests_cancelled_total", 0)
+    behind = pair[0]
+    router, before = route(behind), behind.stats().get("requests_cancelled_total", 0)
     for stream in (True, False):
         asked = {"prompt": "a", "max_tokens": 400, "stream": stream, "ignore_eos": True, "temperature": 1}
         where = urllib.parse.urlsplit(router.url)
-        with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=60)) as one:
-            one.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
-            wait_for(lambda: own.stats()["requests_running"] == 1)
-        wait_for(lambda: own.stats()["requests_running"] == 0)
-    assert own.stats()["requests_cancelled_total"] == before + 2
+        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(
+                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
+            )
+            wait_for(lambda: behind.stats()["requests_running"] == 1)
+        wait_for(lambda: behind.stats()["requests_running"] == 0)
+    assert behind.stats()["requests_cancelled_total"] == before + 2
 
 
 def test_a_full_server_is_passed_by_and_all_full_is_said(server, route):
     flags = ("--store", "16MiB", "--max-queue", "1", "--max-batch-size", "1")
-    own = [server(*flags) for _ in range(2)]
-    router = route(*own, flags=["--imbalance", "1000"])
+    full = [server(*flags) for _ in range(2)]
+    router = route(*full, flags=["--imbalance", "1000"])
     router.asked(TEXT)  # from now on one of the two is the one to ask
     statuses, places = [], []
 
@@ -202,9 +205,9 @@ def test_a_full_server_is_passed_by_and_all_full_is_said(server, route):
 @contextlib.contextmanager
 def streamed(router, asked):
     where = urllib.parse.urlsplit(router.url)
-    with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=60)) as one:
-        one.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
-        yield one.getresponse()
+    with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=60)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        yield connection.getresponse()
 
 
 def wait_for(condition, deadline_s=60.0):

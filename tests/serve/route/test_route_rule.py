@@ -28,9 +28,9 @@ def test_a_conversation_begins_with_the_pieces_of_its_earlier_turns():
 
 def test_who_shares_no_kv_shares_no_piece():
     body = chat("s" * 700, "q" * 300)
-    own = [pieces_of(body, who)[0] for who in ("", "Bearer a", "Bearer b")]
-    own += [pieces_of({**body, **more}, "")[0] for more in ({"model": "m"}, {"cache": {"salt": "x"}})]
-    assert len(set(own)) == len(own)
+    pieces = [pieces_of(body, who)[0] for who in ("", "Bearer a", "Bearer b")]
+    pieces += [pieces_of({**body, **more}, "")[0] for more in ({"model": "m"}, {"cache": {"salt": "x"}})]
+    assert len(set(pieces)) == len(pieces)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8), st.sampled_from("ab")), max_size=40))
@@ -58,10 +58,10 @@ def test_what_was_noted_is_matched_without_gaps_and_in_bounds(noted):
 def test_the_holder_is_asked_unless_it_has_too_much_to_do(loads, held, imbalance):
     servers = [Load(str(i), str(i), *load) for i, load in enumerate(loads)]
     matched = Counter({str(i): held[i] for i in range(len(servers))})
-    own = choose(servers, matched, imbalance)
+    chosen = choose(servers, matched, imbalance)
     fewest = min(server.under_way for server in servers)
-    assert own.under_way <= fewest + imbalance
+    assert chosen.under_way <= fewest + imbalance
     for other in servers:
         if other.under_way <= fewest + imbalance and matched[other.store] >= LEAST_PIECES:
-            assert matched[own.store] >= matched[other.store]
+            assert matched[chosen.store] >= matched[other.store]
     assert choose([], matched, imbalance) is None

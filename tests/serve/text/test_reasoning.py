@@ -43,13 +43,13 @@ PARTS = st.lists(st.sampled_from(["<think>", "</think>", "\n", " ", "a", "<", "b
 
 @given(PARTS, st.booleans(), st.lists(st.integers(1, 5), min_size=60, max_size=60))
 def test_any_pieces_are_the_whole(parts, opened, cuts):
-    text, own, at = "".join(parts), Reasoning(opened), 0
+    text, reasoning, at = "".join(parts), Reasoning(opened), 0
     told = ["", ""]
     for cut in cuts:
-        for index, piece in enumerate(own.add(text[at : at + cut])):
+        for index, piece in enumerate(reasoning.add(text[at : at + cut])):
             told[index] += piece
         at += cut
-    for index, piece in enumerate(own.end()):
+    for index, piece in enumerate(reasoning.end()):
         told[index] += piece
     whole = parted(text, opened)
     assert (told[0], told[1]) == (whole[0] or "", whole[1])

@@ -71,11 +71,11 @@ VALUES = st.recursive(
 def test_a_forced_call_in_pieces_is_the_whole(arguments, indent, cuts, length):
     whole = json.dumps({"name": "look", "arguments": arguments}, indent=indent)
     for text in (whole, whole[:length]):
-        own, at, told = ForcedCall(), 0, []
+        call, at, told = ForcedCall(), 0, []
         for cut in cuts:
-            told += own.add(text[at : at + cut])
+            told += call.add(text[at : at + cut])
             at += cut
-        told += own.add(text[at:], ended=True)
+        told += call.add(text[at:], ended=True)
         calls = forced_call(text)
         assert bool(told) == bool(calls)
         if calls:
@@ -111,11 +111,11 @@ SAID = st.lists(
 
 @given(SAID, st.lists(st.integers(1, 9), min_size=60, max_size=60))
 def test_what_is_said_in_pieces_is_the_whole(said, cuts):
-    text, own, at, told = "".join(said), SpokenCalls({"look"}), 0, []
+    text, spoken, at, told = "".join(said), SpokenCalls({"look"}), 0, []
     for cut in cuts:
-        told += own.add(text[at : at + cut])
+        told += spoken.add(text[at : at + cut])
         at += cut
-    told += own.add(text[at:], ended=True)
+    told += spoken.add(text[at:], ended=True)
     beside, calls = calls_in(text, {"look"})
     assert together(told) == (beside, [[c["function"]["name"], c["function"]["arguments"]] for c in calls])
     for name, _ in together(told)[1]:
@@ -153,8 +153,8 @@ def test_a_request_for_one_call_is_one():
 
 
 def test_two_calls_are_told_while_they_are_said():
-    own, told = SpokenCalls({"look"}), []
+    spoken, told = SpokenCalls({"look"}), []
     for letter in f"I do.\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}":
-        told += own.add(letter)
+        told += spoken.add(letter)
     assert together(told) == ("I do.", [["look", '{"k": "a"}']] * 2)
     assert len(told) > 20, "told at the end"

@@ -33,26 +33,26 @@ def test_another_engine_hits_and_answers_the_same(daemon, vllm, tiny_model, chun
 
 
 def test_a_killed_daemon_and_a_corrupt_block(daemon, vllm, tiny_model):
-    one, model = daemon(), tiny_model(0)
-    spec = {"dir": str(one.dir), "timeout_s": 0.5}
+    kvstored, model = daemon(), tiny_model(0)
+    spec = {"dir": str(kvstored.dir), "timeout_s": 0.5}
     first, second = vllm(*[{"model": model, "spec": spec}] * 2)
     (truth,) = first.generate(PROMPT)
-    client = one.connect()
+    client = kvstored.connect()
     assert client.stats()["blocks"] >= 6
-    content = first_block_bytes(one)
-    flip_in_pool(one.dir, content)
+    content = first_block_bytes(kvstored)
+    flip_in_pool(kvstored.dir, content)
     (computed,) = second.generate(PROMPT)  # what is corrupt is computed again
     assert computed["cached"] < FULL_BLOCKS
     same(computed, truth)
     (other_truth,) = first.generate(OTHER)
-    one.kill()
+    kvstored.kill()
     (from_memory,) = second.generate(OTHER)  # the pool outlives its daemon
     same(from_memory, other_truth)
     third = [(13 * i + 1) % 500 for i in range(200)]
     (one_more,) = first.generate(third)
     (one_more_again,) = second.generate(third)
     same(one_more, one_more_again)
-    one.start()
+    kvstored.start()
     for attempt in range(200):  # the breaker's backoff is at most 5 s; each of these is a step of the engine
         first.generate([*third[:-1], attempt])
         if "is back after" in first.log():

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("scene", ["tier", "spec"])
 def test_bytes_parts_identity_events_and_harm(daemon, scene):
-    one = daemon()
+    kvstored = daemon()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     env.pop("PYTHONHASHSEED", None)
-    run_scene(one, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(one.dir)], env, 400.0)
+    run_scene(kvstored, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(kvstored.dir)], env, 400.0)

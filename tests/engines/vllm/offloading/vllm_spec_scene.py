@@ -51,25 +51,25 @@ CONTEXT = ReqContext(req_id="r")
 def names(config=CONFIG, seed=None, whole_rows=False, **options):
     if seed is not None:
         os.environ["PYTHONHASHSEED"] = seed
-    given = {"weights_digest": "w1", "model_version": "", **options}
-    made = OffloadNames(config, None, given, "rows", whole_rows)
+    merged = {"weights_digest": "w1", "model_version": "", **options}
+    made = OffloadNames(config, None, merged, "rows", whole_rows)
     os.environ.pop("PYTHONHASHSEED", None)
     return made
 
 
-def manager(own, max_held=100):
+def manager(naming, max_held=100):
     client = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
-    return KvstoredManager(client, own, 0.5, 0.0, 30.0, max_held, events=True)
+    return KvstoredManager(client, naming, 0.5, 0.0, 30.0, max_held, events=True)
 
 
-def answers(one, keys, request="r"):
+def answers(offloading, keys, request="r"):
     """What vLLM gets once nothing is being verified any more."""
     for _ in range(100):
-        found = [one.lookup(key, ReqContext(req_id=request)) for key in keys]
+        found = [offloading.lookup(key, ReqContext(req_id=request)) for key in keys]
         if LookupResult.RETRY not in found:
             return [answer is LookupResult.HIT for answer in found]
-        one.on_schedule_end(None)
-        one._pool.submit(int).result()
+        offloading.on_schedule_end(None)
+        offloading._pool.submit(int).result()
     raise AssertionError("the look-up does not end")
 
 
@@ -79,16 +79,16 @@ layout = pages.format([ROW])
 content = np.random.default_rng(1).integers(0, 256, (len(KEYS), ROW), np.uint8)
 
 
-def put(own):
-    whole = own.whole(KEYS)
+def put(naming):
+    whole = naming.whole(KEYS)
     assert all(pages.put(whole, layout, [[row] for row in content]))
     return whole
 
 
 def what_differs_in_one_thing_misses():
-    own = names()
-    put(own)
-    assert answers(manager(own), KEYS) == [True] * len(KEYS)
+    naming = names()
+    put(naming)
+    assert answers(manager(naming), KEYS) == [True] * len(KEYS)
     parallel = CONFIG.parallel
     changes = {
         "weights": names(weights_digest="w2"),
@@ -108,13 +108,13 @@ def what_differs_in_one_thing_misses():
         "decode context": names(replace(CONFIG, parallel=replace(parallel, dcp_size=2))),
         "seed": names(seed="7"),
     }
-    assert len({other.identity for other in changes.values()} | {own.identity}) == len(changes) + 1
+    assert len({other.identity for other in changes.values()} | {naming.identity}) == len(changes) + 1
     for name, other in changes.items():
         assert answers(manager(other), KEYS) == [False] * len(KEYS), name
 
     # Rows that vLLM says are the same however the model is split are shared, and only those.
     split = [replace(CONFIG, parallel=replace(parallel, tp_size=size, world_size=size)) for size in (2, 4)]
-    same = [names(replace(one, replicated_layout=True), whole_rows=True).identity for one in split]
+    same = [names(replace(part, replicated_layout=True), whole_rows=True).identity for part in split]
     assert same[0] == same[1]
     assert names(split[0], whole_rows=True).identity != names(split[1], whole_rows=True).identity
 
@@ -171,33 +171,33 @@ def need(what):
 
 def what_has_gone_is_told_and_missed():
     content[:] += 1  # bytes that are in the pool once
-    own = names(model_version="events")
-    whole, one = put(own), manager(own)
-    one.complete_store(KEYS, CONTEXT)
-    (stored,) = one.take_events()
+    naming = names(model_version="events")
+    whole, offloading = put(naming), manager(naming)
+    offloading.complete_store(KEYS, CONTEXT)
+    (stored,) = offloading.take_events()
     assert list(stored.keys) == KEYS and not stored.removed
-    assert not list(one.take_events())
+    assert not list(offloading.take_events())
     client.delete(whole[4:])  # as an eviction
-    (removed,) = one.take_events()
+    (removed,) = offloading.take_events()
     assert list(removed.keys) == KEYS[4:] and removed.removed
-    assert not list(one.take_events()), "what is gone is told once"
+    assert not list(offloading.take_events()), "what is gone is told once"
 
     # A block that is wrong is not found, and leaves the index before anybody is told so.
     need("flip " + content[1].tobytes()[:64].hex())
-    assert answers(one, KEYS) == [True, False, True, True, False, False]
+    assert answers(offloading, KEYS) == [True, False, True, True, False, False]
     assert client.lookup([whole[1]]).states[0] == MISSING
-    assert answers(one, KEYS[:2], "another request") == [True, False]
-    (removed,) = one.take_events()
+    assert answers(offloading, KEYS[:2], "another request") == [True, False]
+    (removed,) = offloading.take_events()
     assert list(removed.keys) == [KEYS[1]] and removed.removed
 
     # It is computed and stored again, and is found.
-    assert list(one.prepare_store(KEYS, CONTEXT).keys_to_store) == [KEYS[1], *KEYS[4:]]
-    put(own)
-    assert answers(one, KEYS, "a third request") == [True] * len(KEYS)
+    assert list(offloading.prepare_store(KEYS, CONTEXT).keys_to_store) == [KEYS[1], *KEYS[4:]]
+    put(naming)
+    assert answers(offloading, KEYS, "a third request") == [True] * len(KEYS)
     for request in ("r", "another request", "a third request"):
-        one.on_request_finished(ReqContext(req_id=request))
+        offloading.on_request_finished(ReqContext(req_id=request))
     assert client.stats()["pins"] == 0
-    one.shutdown()
+    offloading.shutdown()
 
 
 what_differs_in_one_thing_misses()

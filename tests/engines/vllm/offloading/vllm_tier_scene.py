@@ -52,17 +52,17 @@ def keys(first, count):
     return [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(first, first + count)]
 
 
-def job(one, names, rows, load):
-    submit = one.submit_load if load else one.submit_store
+def job(storage, names, rows, load):
+    submit = storage.submit_load if load else storage.submit_store
     submit(TransferJob(len(names), names, np.array(rows), load, CONTEXT))
-    one.drain_jobs()
-    (result,) = one.get_finished_jobs()
-    assert not list(one.get_finished_jobs()), "a job is reported once"
+    storage.drain_jobs()
+    (result,) = storage.get_finished_jobs()
+    assert not list(storage.get_finished_jobs()), "a job is reported once"
     return result
 
 
-def found(one, names):
-    return [one.lookup(name, CONTEXT) is LookupResult.HIT for name in names]
+def found(storage, names):
+    return [storage.lookup(name, CONTEXT) is LookupResult.HIT for name in names]
 
 
 def need(what):
@@ -70,15 +70,15 @@ def need(what):
     sys.stdin.readline()
 
 
-one, memory = tier(enable_kv_events=True)
+storage, memory = tier(enable_kv_events=True)
 other, target = tier()
 memory[:] = np.random.default_rng(1).integers(-128, 128, memory.shape)
 names = keys(0, 6)
 assert found(other, names) == [False] * 6
-stored = job(one, names[:4], [7, 5, 3, 1], False)
+stored = job(storage, names[:4], [7, 5, 3, 1], False)
 assert stored.success and stored.transfer_bytes == 4 * ROW
-(event,) = one.take_events()
-assert list(event.keys) == names[:4] and not event.removed and not list(one.take_events())
+(event,) = storage.take_events()
+assert list(event.keys) == names[:4] and not event.removed and not list(storage.take_events())
 assert found(other, names) == [True] * 4 + [False] * 2
 
 # Some are there and some are not: those that are come, and the others are a miss for a while.
@@ -87,7 +87,7 @@ assert not loaded.success and list(loaded.successful_keys) == names[:4]
 assert (target[:4] == memory[[7, 5, 3, 1]]).all() and not target[4:].any()
 assert job(other, names[:2], [6, 7], True).successful_keys is None
 assert (target[6:] == memory[[7, 5]]).all()
-job(one, names[4:], [2, 4], False)
+job(storage, names[4:], [2, 4], False)
 assert found(other, names) == [True] * 4 + [False] * 2, (
     "a key whose load failed is not asked for at once again"
 )
@@ -96,15 +96,15 @@ assert found(tier()[0], names) == [True] * 6
 for change in ({"weights_digest": "w2"}, {"model_version": "2"}, {"dtype": "fp8"},
                {"parallel": {"tp_size": 2, "world_size": 2}}):  # fmt: skip
     assert found(tier(**change)[0], names) == [False] * 6, change
-assert found(one, [make_offload_key(b"short", 0)]) == [False]  # a hash that differs in every process
+assert found(storage, [make_offload_key(b"short", 0)]) == [False]  # a hash that differs in every process
 
 need("flip " + memory[5].tobytes()[:64].hex())
 fresh, target = tier()
 loaded = job(fresh, names[:3], [0, 1, 2], True)
 assert list(loaded.successful_keys) == [names[0], names[2]] and not target[1].any()
-told, gone = one.take_events()
+told, gone = storage.take_events()
 assert list(told.keys) == names[4:] and (gone.keys, gone.removed) == ([names[1]], True), (told, gone)
-assert not list(one.take_events()), "what is gone is told once"
+assert not list(storage.take_events()), "what is gone is told once"
 need("kill")
 gone = job(fresh, keys(50, 2), [0, 1], False)
 assert not gone.success and gone.successful_keys is None
@@ -112,7 +112,7 @@ need("start")
 deadline = time.monotonic() + 60
 while not job(fresh, keys(50, 2), [0, 1], False).success:
     assert time.monotonic() < deadline, "it did not take the new daemon up"
-for made in (one, other, fresh):
+for made in (storage, other, fresh):
     made.shutdown()
 try:
     tier(dri="typo")
