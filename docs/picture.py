@@ -39,7 +39,7 @@ def picture() -> str:
     pool = '<rect class="pool" x="20" y="120" width="660" height="106" rx="8"/>' + "".join(
         f'<text x="350" y="{y}" text-anchor="middle">{line}</text>' for line, y in lines
     )
-    boxes = "".join(box(*one) for one in BOXES)
+    boxes = "".join(box(*args) for args in BOXES)
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 346" role="img" '
         'aria-label="Processes share one pool of KV blocks; under it a disk, beside it other hosts">'

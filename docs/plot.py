@@ -30,20 +30,20 @@ def plot(bars: list[tuple[str, float]]) -> str:
     """A bar a row, from 1 x (equal) to the right where we are ahead, to the left where not; logarithmic."""
     low, high = (math.log2(f([0.5, *(ratio for _, ratio in bars)])) for f in (min, max))
     scale = (WIDE - LEFT - RIGHT) / (high - low)
-    one = LEFT - low * scale
+    equal = LEFT - low * scale
     parts = []
     for i, (name, ratio) in enumerate(bars):
         y, end = 30 + i * ROW_PX, LEFT + (math.log2(ratio) - low) * scale
-        left, width = min(one, end), max(2.0, abs(end - one))
+        left, width = min(equal, end), max(2.0, abs(end - equal))
         kind = "ahead" if ratio >= 1 else "behind"
         parts.append(
             f'<text x="{LEFT - 12}" y="{y + 16}" text-anchor="end">{escape(name.replace("`", ""))}</text>'
             f'<rect class="{kind}" x="{left:.1f}" y="{y + 3}" width="{width:.1f}" height="18" rx="3"/>'
-            f'<text class="v" x="{max(end, one) + 8:.1f}" y="{y + 17}">{ratio:g} ×</text>'
+            f'<text class="v" x="{max(end, equal) + 8:.1f}" y="{y + 17}">{ratio:g} ×</text>'
         )
     height = 40 + len(bars) * ROW_PX
-    line = f'<path d="M{one:.1f} 24 V{height - 8}"/>'
-    axis = line + f'<text x="{one:.1f}" y="16" text-anchor="middle">best peer</text>'
+    line = f'<path d="M{equal:.1f} 24 V{height - 8}"/>'
+    axis = line + f'<text x="{equal:.1f}" y="16" text-anchor="middle">best peer</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" role="img" '
         f'aria-label="kvstored beside the best peer, ratio a row">\n<style>{STYLE}</style>\n{axis}\n'

@@ -87,7 +87,7 @@ class Calls:
         request = store_pb2.SealRequest(
             namespace=self.namespace, lease_id=lease, keys=keys, zero_rest=zero_rest
         )
-        return [one.status for one in self.store.Seal(request, timeout=CALL_S).results]
+        return [result.status for result in self.store.Seal(request, timeout=CALL_S).results]
 
     def put(self, *names: object) -> None:
         """Creates, writes and seals a block per name."""

@@ -123,7 +123,7 @@ class Children:
         self._all: list[Child] = []
 
     def __call__(self, work: Callable[[Steps], Any]) -> Child:
-        child = Child(work, *(one for one in self._all if one.status is None))
+        child = Child(work, *(child for child in self._all if child.status is None))
         self._all.append(child)
         return child
 

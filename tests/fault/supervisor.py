@@ -98,10 +98,10 @@ class Supervisor:
         if fields.get("FDSTORE") == "1":
             self._store += [(name, fd) for fd in fds]
         elif fields.get("FDSTOREREMOVE") == "1":
-            for _, fd in [one for one in self._store if one[0] == name]:
+            for _, fd in [entry for entry in self._store if entry[0] == name]:
                 with contextlib.suppress(OSError):
                     os.close(fd)
-            self._store = [one for one in self._store if one[0] != name]
+            self._store = [entry for entry in self._store if entry[0] != name]
 
 
 def main() -> None:

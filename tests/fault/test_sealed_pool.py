@@ -37,43 +37,43 @@ def put(client, keys, layout_id):
 def supervised(daemon):
     """A supervisor with a running daemon of sealed memory."""
     args = ("--pool", "memfd", "--namespaces", f"default:writers={GUEST}")
-    one = daemon(memory="64MiB", args=args, start=False)
-    supervisor = Supervisor(one)
+    kvstored = daemon(memory="64MiB", args=args, start=False)
+    supervisor = Supervisor(kvstored)
     supervisor.start()
     yield supervisor
-    one.stop()
+    kvstored.stop()
     supervisor.close()
 
 
-def prefix_of(one):
-    return json.loads((one.dir / "state.json").read_text())["pools"]["default"]["prefix"]
+def prefix_of(kvstored):
+    return json.loads((kvstored.dir / "state.json").read_text())["pools"]["default"]["prefix"]
 
 
-def states(one):
-    with Calls(one.dir) as calls:
+def states(kvstored):
+    with Calls(kvstored.dir) as calls:
         reply = calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
         return {entry.state for entry in reply.degraded}, reply.namespaces[0].adopted
 
 
 def test_the_supervisor_holds_the_memory_and_nothing_of_it_has_a_name(supervised):
-    one = supervised.daemon
-    prefix = prefix_of(one)
+    kvstored = supervised.daemon
+    prefix = prefix_of(kvstored)
     assert set(supervised.kept()) == {f"{prefix}.{role}" for role in ("table", "progress", "pool")}
-    with one.connect():
+    with kvstored.connect():
         assert {path.name.split(".")[1] for path in Path("/dev/shm").glob(prefix + ".*")} == {"s"}
-    assert states(one) == (set(), False)
+    assert states(kvstored) == (set(), False)
 
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_blocks_views_and_pins_survive_the_daemon(supervised, layouts, kill):
-    one = supervised.daemon
-    client, other = one.connect(), one.connect()
+    kvstored = supervised.daemon
+    client, other = kvstored.connect(), kvstored.connect()
     small, _ = layouts(client)
     keys = new_keys(20)
     put(client, keys, small)
     held = client.get(keys)
     supervised.restart(kill)
-    assert states(one)[1], one.log()
+    assert states(kvstored)[1], kvstored.log()
     assert client.lookup(keys).resident == 20
     for block in held:
         check(block)
@@ -88,16 +88,16 @@ def test_blocks_views_and_pins_survive_the_daemon(supervised, layouts, kill):
     eventually(lambda: client.stats()["zombies"] == 0, "the memory is back")
     supervised.restart(kill)
     assert client.stats()["blocks"] == 5
-    assert one.log().count(" info descriptor_given_up ") == 0
+    assert kvstored.log().count(" info descriptor_given_up ") == 0
 
 
 def test_a_writer_can_neither_cut_nor_stretch_nor_seal_the_memory(supervised, layouts):
-    one = supervised.daemon
-    client = one.connect()
+    kvstored = supervised.daemon
+    client = kvstored.connect()
     small, _ = layouts(client)
     keys = new_keys(5)
     put(client, keys, small)
-    with RawSession(one.socket_path) as writer:
+    with RawSession(kvstored.socket_path) as writer:
         assert writer.attach()[0] == 0
         _table, progress, pool, _page = writer.fds
         for fd in (progress, pool):
@@ -115,7 +115,7 @@ def test_a_writer_can_neither_cut_nor_stretch_nor_seal_the_memory(supervised, la
     with client.get(keys) as blocks:
         for block in blocks:
             check(block)
-    assert states(one)[0] == set()
+    assert states(kvstored)[0] == set()
 
 
 def test_the_pool_grows_inside_its_seals(supervised):
@@ -146,28 +146,28 @@ def test_another_users_reader_cannot_open_what_it_got_for_writing(supervised, fo
 
 
 def test_another_geometry_gives_the_old_memory_back_to_the_supervisor(supervised, layouts):
-    one = supervised.daemon
-    client = one.connect()
+    kvstored = supervised.daemon
+    client = kvstored.connect()
     small, _ = layouts(client)
     keys = new_keys(3)
     put(client, keys, small)
     old = set(supervised.kept())
-    one.args[one.args.index("64MiB")] = "32MiB"
+    kvstored.args[kvstored.args.index("64MiB")] = "32MiB"
     supervised.restart()
     supervised.wait(lambda: not old & {name for name, _ in supervised._store})
-    assert len(supervised.kept()) == 3 and not states(one)[1]
+    assert len(supervised.kept()) == 3 and not states(kvstored)[1]
     assert client.lookup(keys).resident == 0, "the old table was retired: its readers attach anew"
     put(client, keys, small)
 
 
 def test_from_sealed_to_named_memory_and_back_leaves_nothing(supervised, layouts):
-    one = supervised.daemon
-    client = one.connect()
+    kvstored = supervised.daemon
+    client = kvstored.connect()
     small, _ = layouts(client)
     for kind, other in (("memfd", "shm"), ("shm", "memfd")):
-        keys, prefix = new_keys(3), prefix_of(one)
+        keys, prefix = new_keys(3), prefix_of(kvstored)
         put(client, keys, small)
-        one.args[one.args.index(kind)] = other
+        kvstored.args[kvstored.args.index(kind)] = other
         supervised.restart()
         assert client.lookup(keys).resident == 0
         assert not list(Path("/dev/shm").glob(prefix + "*")), "the old memory is gone"
@@ -183,10 +183,10 @@ def unsealed(size):
 
 @pytest.mark.parametrize("wrong", ["missing", "unsealed", "short", "a file", "twice", "swapped"])
 def test_a_descriptor_that_is_not_what_its_name_says_is_not_adopted(supervised, wrong, tmp_path, layouts):
-    one = supervised.daemon
-    prefix = prefix_of(one)
+    kvstored = supervised.daemon
+    prefix = prefix_of(kvstored)
     name = f"{prefix}.pool"
-    one.stop()
+    kvstored.stop()
     kept = supervised.kept()
     size = os.fstat(kept[name]).st_size
     if wrong != "twice":
@@ -206,27 +206,27 @@ def test_a_descriptor_that_is_not_what_its_name_says_is_not_adopted(supervised, 
         supervised.offer(name, kept[f"{prefix}.table"])
     supervised.offer("somebody else's", unsealed(1))
     supervised.start()
-    assert not states(one)[1]
+    assert not states(kvstored)[1]
     supervised.wait(lambda: {n for n, _ in supervised._store}.isdisjoint({*kept, "somebody else's"}))
     assert len(supervised.kept()) == 3
-    client = one.connect()
+    client = kvstored.connect()
     small, _ = layouts(client)
     put(client, new_keys(2), small)
     assert not list(Path("/dev/shm").glob(prefix + "*"))
 
 
 def test_without_a_supervisor_it_says_that_nothing_survives(daemon, wait_until):
-    one = daemon(memory="64MiB", args=("--pool", "memfd"), start=False)
+    kvstored = daemon(memory="64MiB", args=("--pool", "memfd"), start=False)
     environ = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
-    with open(one.log_path, "ab") as log:
-        one.process = subprocess.Popen(
-            [sys.executable, "-m", "kvstored", *one.args], cwd=ROOT, stderr=log, env=environ
+    with open(kvstored.log_path, "ab") as log:
+        kvstored.process = subprocess.Popen(
+            [sys.executable, "-m", "kvstored", *kvstored.args], cwd=ROOT, stderr=log, env=environ
         )
-    wait_until(lambda: " info ready " in one.log(), "the daemon is ready")
-    assert states(one)[0] == {"pool_not_kept"}
-    assert "warning degraded state=pool_not_kept" in one.log()
-    prefix = prefix_of(one)
-    client = one.connect()
-    assert one.stop() == 0
-    assert not (one.dir / "state.json").exists() and not list(Path("/dev/shm").glob(prefix + "*"))
+    wait_until(lambda: " info ready " in kvstored.log(), "the daemon is ready")
+    assert states(kvstored)[0] == {"pool_not_kept"}
+    assert "warning degraded state=pool_not_kept" in kvstored.log()
+    prefix = prefix_of(kvstored)
+    client = kvstored.connect()
+    assert kvstored.stop() == 0
+    assert not (kvstored.dir / "state.json").exists() and not list(Path("/dev/shm").glob(prefix + "*"))
     client.close()

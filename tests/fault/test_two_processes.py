@@ -57,19 +57,19 @@ def test_two_writers_of_one_key_do_the_work_once(daemon, fork, layouts):
     batches = [new_keys(4) for _ in range(30)]
 
     def work(steps: Steps) -> None:
-        own = started.connect()
-        layout = own.register_layout(SMALL.to_blob())
+        client = started.connect()
+        layout = client.register_layout(SMALL.to_blob())
         granted = 0
         for number, keys in enumerate(batches):
             steps.reached(f"batch {number}")
-            with own.create(keys, layout) as writer:
+            with client.create(keys, layout) as writer:
                 granted += len(writer.granted)
                 for index in writer.granted:
                     fill(writer[index])
                 writer.seal()
                 writer.wait_pending(timeout_s=10.0)
                 assert set(writer.results) <= {"granted", "exists"}
-            with own.get(keys) as blocks:
+            with client.get(keys) as blocks:
                 for block in blocks:
                     check(block)
         steps.reached(f"granted {granted}")
@@ -124,8 +124,8 @@ def test_wait_pending_crosses_processes(daemon, fork, layouts):
     keys = new_keys(2)
 
     def work(steps: Steps) -> None:
-        own = started.connect()
-        writer = own.create(keys, small)
+        client = started.connect()
+        writer = client.create(keys, small)
         for index in range(2):
             fill(writer[index])
         steps.reached("written")

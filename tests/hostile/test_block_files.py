@@ -51,8 +51,8 @@ def test_a_damage_is_found_and_repaired(name, tmp_path, capsys):
     DAMAGES[name](path)
     code, found = fsck(tmp_path, capsys)
     assert code == Exit.NO
-    wrong = [one for one in found["findings"] if one["kind"] != "foreign"]
-    assert [one["path"] for one in wrong] == [str(path.relative_to(tmp_path))]
+    wrong = [finding for finding in found["findings"] if finding["kind"] != "foreign"]
+    assert [finding["path"] for finding in wrong] == [str(path.relative_to(tmp_path))]
     assert wrong[0]["action"] == "" and os.path.lexists(path)
     code, found = fsck(tmp_path, capsys, "--repair")
     if name == "directory":  # may hold anything: not ours to remove
@@ -72,7 +72,7 @@ def test_swapped_files_are_both_wrong(tmp_path, capsys):
     spare.rename(second)
     code, found = fsck(tmp_path, capsys, "--repair", "--keep-corrupt")
     assert code == Exit.DONE
-    assert sorted(one["why"] for one in found["findings"]) == ["of another block"] * 2
+    assert sorted(finding["why"] for finding in found["findings"]) == ["of another block"] * 2
     assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == sorted(
         f"{path.name}.0" for path in (first, second)
     )

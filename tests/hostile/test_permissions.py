@@ -56,18 +56,18 @@ KINDS = {
 
 def own_directory(daemon, *args: str, **options):
     """A daemon that makes its runtime directory itself."""
-    one = daemon(memory="8MiB", args=args, start=False, **options)
-    one.dir.rmdir()
-    return one
+    kvstored = daemon(memory="8MiB", args=args, start=False, **options)
+    kvstored.dir.rmdir()
+    return kvstored
 
 
 def mode(path: Path) -> str:
     return f"{stat.S_IMODE(os.lstat(path).st_mode):04o}"
 
 
-def made(one) -> dict[str, str]:
-    prefix = next(iter(one._prefixes))
-    found = {"directory": mode(one.dir)} | {path.name: mode(path) for path in one.dir.iterdir()}
+def made(kvstored) -> dict[str, str]:
+    prefix = next(iter(kvstored._prefixes))
+    found = {"directory": mode(kvstored.dir)} | {path.name: mode(path) for path in kvstored.dir.iterdir()}
     for path in Path("/dev/shm").glob(prefix + "*"):
         found["segment " + path.name.removeprefix(prefix).split(".")[1]] = mode(path)
     return found
@@ -78,16 +78,16 @@ def test_modes_of_all_that_is_made(daemon, column, kind):
     if column and os.geteuid() != 0:
         pytest.skip("needs root, to give a socket to a group")
     before = set(Path("/dev/shm").iterdir())
-    one = own_directory(daemon, "--namespaces", KINDS[kind]).start()
-    client = one.connect()
+    kvstored = own_directory(daemon, "--namespaces", KINDS[kind]).start()
+    client = kvstored.connect()
     client.lookup(new_keys(1))
     wanted = {name: modes[column] for name, modes in MADE.items() if modes[column] != "-"}
-    assert made(one) == wanted
+    assert made(kvstored) == wanted
     gid = GROUP if kind == "one group" else os.getegid()
     for name in ("kvstored.sock", "guests.sock"):
         if name in wanted:
-            assert os.stat(one.dir / name).st_gid == gid
-    prefix = next(iter(one._prefixes))
+            assert os.stat(kvstored.dir / name).st_gid == gid
+    prefix = next(iter(kvstored._prefixes))
     ours = [path for path in set(Path("/dev/shm").iterdir()) - before if prefix in path.name]
     assert len(ours) == 5, "home, table, progress, pool, one session's page"
 
@@ -96,9 +96,9 @@ def test_modes_of_what_is_made_on_disk(daemon, tmp_path):
     """The disk tier's directories are 0700 and its files 0600, whoever may use the namespaces."""
     (tmp_path / "a").mkdir(mode=0o700)
     disk = ("--disk", str(tmp_path / "a" / "disk"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
-    one = daemon(memory="8MiB", args=("--namespaces", f"default=0.5:writers={GUEST},other", *disk))
+    kvstored = daemon(memory="8MiB", args=("--namespaces", f"default=0.5:writers={GUEST},other", *disk))
     for namespace in ("default", "other"):
-        client = one.connect(namespace=namespace)
+        client = kvstored.connect(namespace=namespace)
         with client.create(new_keys(3), client.register_layout(SMALL.to_blob())) as writer:
             for index in writer.granted:
                 fill(writer[index])
@@ -113,19 +113,19 @@ def test_modes_of_what_is_made_on_disk(daemon, tmp_path):
 @pytest.mark.parametrize("command", ["status", "reload", "stop"])
 def test_a_command_of_another_user_says_whose_the_daemon_is(daemon, fork, kind, command, tmp_path):
     """Not that there is none: he would start a second one, or look for what has ended it."""
-    one = own_directory(daemon, "--namespaces", KINDS[kind]).start()
+    kvstored = own_directory(daemon, "--namespaces", KINDS[kind]).start()
     with open(tmp_path / "said", "w+") as said:
 
         def work(_steps) -> None:
             with contextlib.redirect_stderr(said):
-                print(main.main([command, "--dir", str(one.dir)]), file=sys.stderr, flush=True)
+                print(main.main([command, "--dir", str(kvstored.dir)]), file=sys.stderr, flush=True)
 
         fork(as_user(STRANGER, work)).finish()
         said.seek(0)
         text = said.read()
     assert text.endswith(f"\n{Exit.REFUSED:d}\n"), text
     assert re.match("kvstored: .*(Permission denied: only the daemon's own|user 0's: only that) user", text)
-    assert one.process.poll() is None
+    assert kvstored.process.poll() is None
 
 
 @needs_root
@@ -134,17 +134,17 @@ def test_a_command_of_another_user_says_whose_the_daemon_is(daemon, fork, kind, 
 @pytest.mark.parametrize("closed", ["directory", "socket"])
 def test_a_client_of_another_user_is_told_what_is_closed_to_it(daemon, fork, closed, on_error, monkeypatch):
     """The typed error, not that there is no daemon: it would be tried again for ever."""
-    one = own_directory(daemon).start()
+    kvstored = own_directory(daemon).start()
     if closed == "socket":
-        one.dir.chmod(0o711)
-    shut = {"directory": f"enter {one.dir}", "socket": f"connect to {one.socket_path}, which is user 0's"}
-    text = f"user {STRANGER} may not {shut[closed]}: the daemon's operator can name the user"
+        kvstored.dir.chmod(0o711)
+    shut = {"directory": "enter {0.dir}", "socket": "connect to {0.socket_path}, which is user 0's"}
+    text = f"user {STRANGER} may not {shut[closed].format(kvstored)}: the daemon's operator can name the user"
     monkeypatch.delenv("KVSTORED_DIR", raising=False)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(one.dir / "inside"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(kvstored.dir / "inside"))
 
     def work(_steps) -> None:
         with pytest.raises(NotPermitted, match=re.escape(text)):
-            one.connect(on_error=on_error)
+            kvstored.connect(on_error=on_error)
         default_directory()  # a place that it may not look into is none of its own
 
     fork(as_user(STRANGER, work)).finish()
@@ -154,20 +154,20 @@ def test_a_client_of_another_user_is_told_what_is_closed_to_it(daemon, fork, clo
 @pytest.mark.root
 def test_a_client_that_was_served_takes_a_closed_socket_for_a_daemon_that_starts(daemon, fork):
     """A socket is made 0600 and opened a moment later: on_error="miss" goes on meanwhile."""
-    one = own_directory(daemon, "--namespaces", f"default:writers={GUEST}").start()
-    one.connect().close()
+    kvstored = own_directory(daemon, "--namespaces", f"default:writers={GUEST}").start()
+    kvstored.connect().close()
 
     def work(steps) -> None:
-        client = one.connect(on_error="miss")
+        client = kvstored.connect(on_error="miss")
         steps.reached("attached")
         assert client.touch(new_keys(1)) == 0 and client.degraded
 
     child = fork(as_user(GUEST, work))
     child.run_to("attached")
-    one.stop()
+    kvstored.stop()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as starting:
-        starting.bind(str(one.socket_path))
-        one.socket_path.chmod(0o600)
+        starting.bind(str(kvstored.socket_path))
+        kvstored.socket_path.chmod(0o600)
         starting.listen()
         child.go_on()
         child.finish()
@@ -178,14 +178,14 @@ def test_a_client_that_was_served_takes_a_closed_socket_for_a_daemon_that_starts
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_can_knock(daemon, fork, kind):
     """The modes mean what they should: tried by users, not read from numbers."""
-    one = own_directory(daemon, "--namespaces", KINDS[kind]).start()
-    one.connect().close()
+    kvstored = own_directory(daemon, "--namespaces", KINDS[kind]).start()
+    kvstored.connect().close()
 
     def reaches(name: str) -> bool:
         kind_of = socket.SOCK_SEQPACKET if name == "kvstored.sock" else socket.SOCK_STREAM
         with socket.socket(socket.AF_UNIX, kind_of) as knocking:
             try:
-                knocking.connect(str(one.dir / name))
+                knocking.connect(str(kvstored.dir / name))
             except (PermissionError, FileNotFoundError):
                 return False
             return True
@@ -198,14 +198,14 @@ def test_who_can_knock(daemon, fork, kind):
                 False,
             ]
             with pytest.raises(PermissionError):
-                os.listdir(one.dir)
+                os.listdir(kvstored.dir)
             for name in ("state.json", "default.salt", "daemon.lock", "pid"):
                 with pytest.raises(PermissionError):
-                    os.open(one.dir / name, os.O_RDONLY)
+                    os.open(kvstored.dir / name, os.O_RDONLY)
             with pytest.raises(PermissionError):
-                os.open(one.dir / "mine", os.O_CREAT | os.O_WRONLY)
+                os.open(kvstored.dir / "mine", os.O_CREAT | os.O_WRONLY)
             with pytest.raises(PermissionError):
-                os.unlink(one.dir / "kvstored.sock")
+                os.unlink(kvstored.dir / "kvstored.sock")
 
         return child
 
@@ -218,64 +218,64 @@ def test_who_can_knock(daemon, fork, kind):
 def test_what_is_left_behind_goes(daemon):
     """Sockets of a daemon that was killed are replaced; one that no user needs any more is removed; a link in
     the way is removed, not followed."""
-    one = own_directory(daemon, "--namespaces", f"default:writers={GUEST}").start()
-    one.kill()
-    assert (one.dir / "guests.sock").exists()
-    victim = one.dir.parent / "victim"
+    kvstored = own_directory(daemon, "--namespaces", f"default:writers={GUEST}").start()
+    kvstored.kill()
+    assert (kvstored.dir / "guests.sock").exists()
+    victim = kvstored.dir.parent / "victim"
     victim.write_text("untouched")
-    (one.dir / "kvstored.sock").unlink()
+    (kvstored.dir / "kvstored.sock").unlink()
     for name in ("kvstored.sock", "other.sock"):
-        (one.dir / name).symlink_to(victim)
-    (one.dir / "grpc.sock").unlink(missing_ok=True)
-    (one.dir / "grpc.sock").symlink_to(victim)
-    one.args = [arg.replace(f":writers={GUEST}", "") for arg in one.args]
-    one.start()
-    one.connect().close()
+        (kvstored.dir / name).symlink_to(victim)
+    (kvstored.dir / "grpc.sock").unlink(missing_ok=True)
+    (kvstored.dir / "grpc.sock").symlink_to(victim)
+    kvstored.args = [arg.replace(f":writers={GUEST}", "") for arg in kvstored.args]
+    kvstored.start()
+    kvstored.connect().close()
     assert victim.read_text() == "untouched" and mode(victim) == "0644"
-    assert not (one.dir / "guests.sock").exists()
-    assert mode(one.dir / "kvstored.sock") == mode(one.dir / "grpc.sock") == "0600"
-    assert stat.S_ISSOCK(os.lstat(one.dir / "grpc.sock").st_mode)
-    assert (one.dir / "other.sock").is_symlink(), "what is not ours by name stays"
+    assert not (kvstored.dir / "guests.sock").exists()
+    assert mode(kvstored.dir / "kvstored.sock") == mode(kvstored.dir / "grpc.sock") == "0600"
+    assert stat.S_ISSOCK(os.lstat(kvstored.dir / "grpc.sock").st_mode)
+    assert (kvstored.dir / "other.sock").is_symlink(), "what is not ours by name stays"
 
 
 # ---- salts
 
 
-def salt_of(one, **options) -> bytes:
-    with one.connect(**options) as client:
+def salt_of(kvstored, **options) -> bytes:
+    with kvstored.connect(**options) as client:
         return client.salt
 
 
 def test_a_generated_salt_is_made_once_and_kept(daemon, tmp_path):
     tmp_path.chmod(0o700)
     lists = "default=0.5:salt=generated,other=0.25:salt=generated,plain"
-    one = daemon(memory="8MiB", args=("--namespaces", lists, "--state-dir", str(tmp_path)))
-    first, other = salt_of(one), salt_of(one, namespace="other")
+    kvstored = daemon(memory="8MiB", args=("--namespaces", lists, "--state-dir", str(tmp_path)))
+    first, other = salt_of(kvstored), salt_of(kvstored, namespace="other")
     assert len(first) == 32 and len(other) == 32 and first != other
-    assert salt_of(one, namespace="plain") == b""
+    assert salt_of(kvstored, namespace="plain") == b""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["default.salt", "other.salt"]
-    client = one.connect()
+    client = kvstored.connect()
     assert client.salt == first
-    one.restart()
+    kvstored.restart()
     client.lookup(new_keys(1))
-    assert client.salt == salt_of(one) == first
-    one.stop()
+    assert client.salt == salt_of(kvstored) == first
+    kvstored.stop()
     (tmp_path / "default.salt").unlink()
-    one.start()
+    kvstored.start()
     client.touch(new_keys(1))
-    assert client.salt == salt_of(one) != first, "a client learns of another salt when it attaches anew"
+    assert client.salt == salt_of(kvstored) != first, "a client learns of another salt when it attaches anew"
     secret = (tmp_path / "other.salt").read_text()
-    with grpc_admin(one) as admin:
+    with grpc_admin(kvstored) as admin:
         shown = str(admin.Config(admin_pb2.ConfigRequest(), timeout=CALL_S))
         shown += str(admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S))
-    for hidden in (secret, first.hex(), other.hex(), salt_of(one).hex()):
-        assert hidden not in one.log() + shown + (one.dir / "state.json").read_text()
-    assert "salt_generated" in one.log()
+    for hidden in (secret, first.hex(), other.hex(), salt_of(kvstored).hex()):
+        assert hidden not in kvstored.log() + shown + (kvstored.dir / "state.json").read_text()
+    assert "salt_generated" in kvstored.log()
 
 
 @contextlib.contextmanager
-def grpc_admin(one):
-    with grpc.insecure_channel(f"unix:{one.dir / 'grpc.sock'}") as channel:
+def grpc_admin(kvstored):
+    with grpc.insecure_channel(f"unix:{kvstored.dir / 'grpc.sock'}") as channel:
         yield admin_pb2_grpc.AdminStub(channel)
 
 
@@ -310,9 +310,9 @@ def test_a_salt_that_is_none_stops_the_start(daemon, tmp_path, content, file_mod
     if content is not None:
         file.write_text(content)
         file.chmod(file_mode)
-    one = daemon(memory="8MiB", args=("--namespaces", f"default:salt=file:{file}"), start=False)
-    refused(one, wanted)
-    assert content is None or content not in one.log()
+    kvstored = daemon(memory="8MiB", args=("--namespaces", f"default:salt=file:{file}"), start=False)
+    refused(kvstored, wanted)
+    assert content is None or content not in kvstored.log()
 
 
 def test_a_generated_salt_that_is_foreign_is_not_believed(daemon, tmp_path):
@@ -341,10 +341,10 @@ def test_the_unmapped_user_is_refused_by_name_too(daemon):
     refused(daemon(memory="8MiB", args=("--namespaces", f"default:readers=@{name}"), start=False), "65534")
 
 
-def refused(one, wanted: str) -> None:
+def refused(kvstored, wanted: str) -> None:
     with pytest.raises(DaemonFailed, match=f"ended with {int(Exit.CANNOT_START)}"):
-        one.start()
-    assert wanted in one.log()
+        kvstored.start()
+    assert wanted in kvstored.log()
 
 
 # ---- metrics
@@ -393,8 +393,8 @@ def test_metrics_want_a_token_where_others_are_configured(daemon, tmp_path):
 
 def test_layouts_are_not_shared(daemon):
     """What one namespace registered is no layout of another."""
-    one = daemon(memory="8MiB", args=("--namespaces", "default=0.5,other=0.5"))
-    with one.connect() as here, one.connect(namespace="other") as there:
+    kvstored = daemon(memory="8MiB", args=("--namespaces", "default=0.5,other=0.5"))
+    with kvstored.connect() as here, kvstored.connect(namespace="other") as there:
         layout = here.register_layout(SMALL.to_blob())
         with pytest.raises(ValueError, match="not registered"):
             there.create(new_keys(1), layout)

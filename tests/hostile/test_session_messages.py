@@ -370,14 +370,14 @@ def test_lists_that_never_end_are_not_kept(daemon):
     """What a session says that its writers have open is remembered only where it is: 64 MiB of eight sessions
     that go on and on, otherwise, 2 GiB of 128 with a million records."""
     blocks = 1 << 19
-    one = daemon("8MiB", ("--max-blocks", str(blocks)))
+    kvstored = daemon("8MiB", ("--max-blocks", str(blocks)))
     with contextlib.ExitStack() as held:
-        sessions = [held.enter_context(RawSession(one.socket_path)) for _ in range(8)]
+        sessions = [held.enter_context(RawSession(kvstored.socket_path)) for _ in range(8)]
         for session in sessions:
             assert session.attach()[0] == 0
-        before = private_bytes(one.pid)
+        before = private_bytes(kvstored.pid)
         for session in sessions:
             for at in range(0, blocks, 1024):
                 items = b"".join(block_item(record, 1) for record in range(at, at + 1024))
                 session.ask(request(raw.KEEP, 1024, raw.keep_body(items, more=1)))
-        assert private_bytes(one.pid) - before < 16 << 20
+        assert private_bytes(kvstored.pid) - before < 16 << 20

@@ -162,9 +162,9 @@ def test_a_document_is_found_at_any_shift_whatever_stands_around(client, shift):
 
 
 def test_two_documents_swapped_are_one_run_each(client):
-    one, other = fresh(1, 150), fresh(2, 130)
-    put(client, fresh(3, 20) + one + other + fresh(4, 30), 16)
-    prompt = fresh(5, 33) + other + one + fresh(6, 5)
+    text, second = fresh(1, 150), fresh(2, 130)
+    put(client, fresh(3, 20) + text + second + fresh(4, 30), 16)
+    prompt = fresh(5, 33) + second + text + fresh(6, 5)
     with plan(client, IDENTITY, prompt, 16) as segments:
         check(segments, prompt)
         assert [(s.stop - s.start, s.kind) for s in segments] == [

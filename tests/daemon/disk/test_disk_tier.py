@@ -27,8 +27,8 @@ def disk(tmp_path, daemon):
     """A factory of daemons with a disk tier in one directory of this test."""
 
     def make(*args: str, memory: str = "48MiB", quota: str = "1GiB", **more):
-        given = ("--disk", str(tmp_path / "blocks"), "--disk-quota", quota, "--disk-write-priority", "50")
-        return daemon(memory=memory, args=(*given, *args), **more)
+        disk_args = ("--disk", str(tmp_path / "blocks"), "--disk-quota", quota, "--disk-write-priority", "50")
+        return daemon(memory=memory, args=(*disk_args, *args), **more)
 
     return make
 

@@ -55,8 +55,8 @@ def test_status(run, calls):
     assert code == Exit.DONE and "namespace default" in out and "3 sealed" in out
     found = run_json(run, "status", "--sessions")
     assert found["pid"] == calls.daemon.pid and found["sessions"] == []
-    (one,) = found["namespaces"]
-    assert one["counters"]["blocks"] == 3 and one["problem"] == "" and one["adopted"] is False
+    (told,) = found["namespaces"]
+    assert told["counters"]["blocks"] == 3 and told["problem"] == "" and told["adopted"] is False
     assert "session  pid" in run("status", "--sessions")[1]
 
 
@@ -64,12 +64,13 @@ def test_ls(run):
     code, out, _ = run("ls")
     assert code == Exit.DONE and len(out.splitlines()) == 4 and key("a").hex() in out and "sealed" in out
     found = run_json(run, "ls")
-    assert {one["key"] for one in found} == {key(name).hex() for name in "abc"}
-    assert all(one["length_bytes"] == BLOCK_BYTES and one["state"] == "sealed" for one in found)
+    assert {block["key"] for block in found} == {key(name).hex() for name in "abc"}
+    assert all(block["length_bytes"] == BLOCK_BYTES and block["state"] == "sealed" for block in found)
     code, out, error = run("ls", "--limit", "2", "--json")
     assert len(json.loads(out)) == 2 and "more than these 2: --limit" in error
     assert run("ls", "--limit", "3", "--quiet")[2] == "", "all of them are no part"
-    assert [one["key"] for one in run_json(run, "ls", "--prefix", key("b").hex()[:16])] == [key("b").hex()]
+    found = run_json(run, "ls", "--prefix", key("b").hex()[:16])
+    assert [block["key"] for block in found] == [key("b").hex()]
     assert run("ls", "--quiet", "--prefix", key("b").hex()) == (Exit.DONE, key("b").hex() + "\n", "")
     assert run_json(run, "ls", "--key", key("c").hex())[0]["key"] == key("c").hex()
     code, out, error = run("ls", "--key", key("x").hex())
@@ -179,7 +180,7 @@ def test_scrub(run, calls):
 def test_config(run):
     assert re.search(r"^memory +64MiB +flag$", run("config")[1], re.MULTILINE)
     assert {"name": "max_leases", "value": "1024", "source": "default"}.items() <= {
-        one["name"]: one for one in run_json(run, "config")
+        entry["name"]: entry for entry in run_json(run, "config")
     }["max_leases"].items()
 
 
@@ -258,8 +259,8 @@ def fetch(port, path):
 
 def test_metrics_parse_and_count(daemon):
     port = free_port()
-    one = daemon(memory="64MiB", args=("--metrics-port", str(port)))
-    with Calls(one.dir) as calls:
+    kvstored = daemon(memory="64MiB", args=("--metrics-port", str(port)))
+    with Calls(kvstored.dir) as calls:
         calls.put("secret", "b")
         calls.get("secret", "x")
     text = fetch(port, "/metrics")
@@ -306,9 +307,9 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(daemon):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        one = daemon(start=False)
+        kvstored = daemon(start=False)
         done = subprocess.run(
-            [sys.executable, "-m", "kvstored", *one.args, "--metrics-port", str(port), "--discard"],
+            [sys.executable, "-m", "kvstored", *kvstored.args, "--metrics-port", str(port), "--discard"],
             cwd=ROOT, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == Exit.CANNOT_START and f"127.0.0.1:{port}" in done.stderr

@@ -36,38 +36,38 @@ def free_port():
 def watched(daemon):
     """A daemon of two namespaces with metrics, its services, and `metrics()`: name and labels -> value."""
     port = free_port()
-    one = daemon("64MiB", ("--metrics-port", str(port), "--namespaces", "default=0.5,other=0.5"))
+    kvstored = daemon("64MiB", ("--metrics-port", str(port), "--namespaces", "default=0.5,other=0.5"))
 
     def metrics():
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=CALL_S) as reply:
             lines = reply.read().decode().splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
 
-    one.metrics, one.port = metrics, port
-    with Calls(one.dir) as calls:
-        one.calls = calls
-        yield one
+    kvstored.metrics, kvstored.port = metrics, port
+    with Calls(kvstored.dir) as calls:
+        kvstored.calls = calls
+        yield kvstored
 
 
-def health_of(one, service):
-    return one.calls.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=CALL_S).status
+def health_of(kvstored, service):
+    return kvstored.calls.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=CALL_S).status
 
 
-def status(one, *words):
+def status(kvstored, *words):
     done = subprocess.run(
-        [sys.executable, "-m", "kvstored", "status", "--dir", str(one.dir), *words],
+        [sys.executable, "-m", "kvstored", "status", "--dir", str(kvstored.dir), *words],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     return done.stdout
 
 
-def degraded(one):
-    reply = one.calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
+def degraded(kvstored):
+    reply = kvstored.calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
     return {(entry.state, entry.namespace) for entry in reply.degraded}
 
 
-def cut_pool(one, namespace):
-    pools = json.loads((one.dir / "state.json").read_text())["pools"]
+def cut_pool(kvstored, namespace):
+    pools = json.loads((kvstored.dir / "state.json").read_text())["pools"]
     os.truncate(f"/dev/shm/{pools[namespace]['prefix']}.pool", 4096)
 
 
@@ -78,9 +78,9 @@ def test_a_healthy_daemon_serves_each_namespace_and_probes_leave_nothing(watched
     refused(lambda: watched.calls.health.Check(unknown, timeout=CALL_S), grpc.StatusCode.NOT_FOUND)
     assert degraded(watched) == set()
     reply = watched.calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
-    for one in reply.namespaces:
-        assert one.counters["seals"] == one.counters["deletes"] > 0, "a block was made, sealed, deleted"
-        assert one.counters["used_bytes"] == one.counters["blocks"] == 0
+    for counters in (namespace.counters for namespace in reply.namespaces):
+        assert counters["seals"] == counters["deletes"] > 0, "a block was made, sealed, deleted"
+        assert counters["used_bytes"] == counters["blocks"] == 0
     found = watched.metrics()
     assert found['kvstored_namespace_serving{namespace="other"}'] == 1
     assert found['kvstored_degraded{state="namespace_fenced",namespace="other"}'] == 0
@@ -100,7 +100,7 @@ def test_a_fenced_namespace_does_not_serve_and_the_others_do(watched, wait_until
     assert re.search(r"^DEGRADED  namespace_fenced \(other\): ", status(watched), re.MULTILINE)
     (entry,) = json.loads(status(watched, "--json"))["degraded"]
     assert (entry["state"], entry["namespace"]) == ("namespace_fenced", "other") and entry["since_ms"]
-    told = next(one for one in events if one.text.startswith("namespace_fenced: "))
+    told = next(event for event in events if event.text.startswith("namespace_fenced: "))
     assert (told.kind, told.namespace) == (admin_pb2.EventsResponse.KIND_DEGRADED, "other")
     with urllib.request.urlopen(f"http://127.0.0.1:{watched.port}/healthz", timeout=CALL_S) as reply:
         assert reply.status == 200, "the other namespace is served"
@@ -118,19 +118,19 @@ def test_a_daemon_whose_namespaces_are_all_fenced_does_not_serve(watched, wait_u
 
 
 def test_the_watchdog_is_fed_only_while_a_namespace_does_its_work(daemon, wait_until):
-    one = daemon("64MiB", start=False)
-    supervisor = Supervisor(one, watchdog_s=0.2)
+    kvstored = daemon("64MiB", start=False)
+    supervisor = Supervisor(kvstored, watchdog_s=0.2)
     try:
         supervisor.start()
         supervisor.wait(lambda: supervisor.said.count("WATCHDOG=1") > 2)
-        cut_pool(one, "default")
-        with Calls(one.dir) as one.calls:
-            wait_until(lambda: ("namespace_fenced", "default") in degraded(one), "the fence is told")
-            assert health_of(one, "") == NOT_SERVING
+        cut_pool(kvstored, "default")
+        with Calls(kvstored.dir) as kvstored.calls:
+            wait_until(lambda: ("namespace_fenced", "default") in degraded(kvstored), "the fence is told")
+            assert health_of(kvstored, "") == NOT_SERVING
             fed = supervisor.said.count("WATCHDOG=1")
             with pytest.raises(AssertionError):  # in ten times the interval; some of before may be read late
                 supervisor.wait(lambda: supervisor.said.count("WATCHDOG=1") > fed + 4, timeout_s=1.0)
-        assert one.stop() == 0
+        assert kvstored.stop() == 0
     finally:
         supervisor.close()
 
@@ -164,11 +164,11 @@ def test_every_operation_has_a_latency_histogram(watched, wait_until):
     with watched.connect() as client:
         client.stats()
     watched.calls.put("a")
-    one = '{namespace="default",operation="stats"'
-    count = f"kvstored_session_request_seconds_count{one}}}"
+    labels = '{namespace="default",operation="stats"'
+    count = f"kvstored_session_request_seconds_count{labels}}}"
     wait_until(lambda: watched.metrics()[count] == 1, "it is counted")  # after its answer
     found = watched.metrics()
-    assert found[f'kvstored_session_request_seconds_bucket{one},le="+Inf"}}'] == 1
+    assert found[f'kvstored_session_request_seconds_bucket{labels},le="+Inf"}}'] == 1
     assert found['kvstored_session_request_seconds_count{namespace="other",operation="stats"}'] == 0
     assert found['kvstored_grpc_call_seconds_count{method="Seal"}'] == 1
     assert 0 < found['kvstored_grpc_call_seconds_sum{method="Seal"}'] < CALL_S

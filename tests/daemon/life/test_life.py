@@ -39,26 +39,26 @@ def start_refused(directory, *args, **environ):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_when_told_and_leaves_its_segments(daemon, number):
-    one = daemon()
-    one.process.send_signal(number)
-    assert one.process.wait(60) == 0
-    left = {path.name for path in one.dir.iterdir()}
+    kvstored = daemon()
+    kvstored.process.send_signal(number)
+    assert kvstored.process.wait(60) == 0
+    left = {path.name for path in kvstored.dir.iterdir()}
     assert (
         "state.json" in left and "grpc.sock" not in left and "kvstored.sock" not in left and "pid" not in left
     )
-    assert "stopped took_ms=" in one.log()
-    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
+    assert "stopped took_ms=" in kvstored.log()
+    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (kvstored.dir / "state.json").read_text()))
     kept = {path.suffix for path in Path("/dev/shm").glob(prefix + ".*")}
     assert kept == {".table", ".progress", ".pool", ".home"}
-    assert "memory_kept size=" in one.log() and "kvstored stop --discard" in one.log()
+    assert "memory_kept size=" in kvstored.log() and "kvstored stop --discard" in kvstored.log()
 
 
 def test_a_second_daemon_is_refused_and_told_who_runs(daemon):
-    one = daemon()
-    code, text = start_refused(one.dir)
+    kvstored = daemon()
+    code, text = start_refused(kvstored.dir)
     assert code == Exit.CANNOT_START
-    assert text.count("\n") == 1 and f"pid {one.pid}" in text and str(one.dir) in text
-    with Calls(one.dir) as calls:
+    assert text.count("\n") == 1 and f"pid {kvstored.pid}" in text and str(kvstored.dir) in text
+    with Calls(kvstored.dir) as calls:
         calls.put("still served")
 
 
@@ -73,9 +73,9 @@ def test_too_few_descriptors_are_refused_and_told(daemon, tmp_path, wait_until, 
         args = (*args[:-1], f"{tmp_path}/one,{tmp_path}/two", "--disk-quota", "16MiB")
 
     def limited(most: int):
-        one = daemon("16MiB", args, start=False)
-        one.command = ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *one.command]
-        return one
+        kvstored = daemon("16MiB", args, start=False)
+        kvstored.command = ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *kvstored.command]
+        return kvstored
 
     needed = set()
     for most in (16, 20, 23):
@@ -85,18 +85,18 @@ def test_too_few_descriptors_are_refused_and_told(daemon, tmp_path, wait_until, 
         assert int(said[1]) == most
         needed.add(int(said[2]))
     (most,) = needed
-    one = limited(most).start()
-    with Calls(one.dir) as calls, one.connect(namespace="a" if args else "default"):
+    kvstored = limited(most).start()
+    with Calls(kvstored.dir) as calls, kvstored.connect(namespace="a" if args else "default"):
         # A directory that takes its time to open is told of until it is there.
         wait_until(lambda: not calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S).degraded)
 
 
 def test_a_directory_that_others_may_write_is_refused(daemon):
-    one = daemon(start=False)
-    one.dir.chmod(0o777)
-    code, text = start_refused(one.dir)
+    kvstored = daemon(start=False)
+    kvstored.dir.chmod(0o777)
+    code, text = start_refused(kvstored.dir)
     assert code == Exit.CANNOT_START and "0777" in text
-    assert list(one.dir.iterdir()) == []
+    assert list(kvstored.dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(("mode", "wanted"), [(0o777, "0777"), (None, "is no directory")])
@@ -112,23 +112,23 @@ def test_a_state_directory_that_keeps_no_secret_is_refused(daemon, tmp_path, mod
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_another_users_directory_is_refused(daemon):
-    one = daemon(start=False)
-    os.chown(one.dir, 1234, -1)
-    code, text = start_refused(one.dir)
+    kvstored = daemon(start=False)
+    os.chown(kvstored.dir, 1234, -1)
+    code, text = start_refused(kvstored.dir)
     assert code == Exit.CANNOT_START and "1234" in text
 
 
 def test_a_directory_that_is_missing_is_made_for_the_owner_alone(daemon):
-    one = daemon(start=False)
-    one.dir.rmdir()
-    one.start()
-    assert stat.S_IMODE(one.dir.stat().st_mode) == 0o700
+    kvstored = daemon(start=False)
+    kvstored.dir.rmdir()
+    kvstored.start()
+    assert stat.S_IMODE(kvstored.dir.stat().st_mode) == 0o700
 
 
 def test_every_file_is_for_the_owner_alone(daemon):
-    one = daemon()
-    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
-    paths = [*one.dir.iterdir(), *Path("/dev/shm").glob(prefix + ".*")]
+    kvstored = daemon()
+    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (kvstored.dir / "state.json").read_text()))
+    paths = [*kvstored.dir.iterdir(), *Path("/dev/shm").glob(prefix + ".*")]
     assert len(paths) == 9
     for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
@@ -161,50 +161,50 @@ def test_metrics_listen_on_the_loopback_address_only(daemon):
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_the_next_daemon_has_the_blocks(daemon, kill):
-    one = daemon()
-    with Calls(one.dir) as calls:
+    kvstored = daemon()
+    with Calls(kvstored.dir) as calls:
         calls.put("a", "b")
         before = calls.get("a", "b")
         lease = calls.create([key("unsealed")]).lease
         calls.write(lease.id, key("unsealed"), b"x")
-    one.restart(kill=kill)
-    with Calls(one.dir) as calls:
+    kvstored.restart(kill=kill)
+    with Calls(kvstored.dir) as calls:
         assert calls.get("a", "b") == before
         assert calls.states("unsealed") == [0]
         stats = calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
-        assert stats.namespaces[0].adopted and stats.pid == one.pid
+        assert stats.namespaces[0].adopted and stats.pid == kvstored.pid
         calls.admin.Integrity(admin_pb2.IntegrityRequest(), timeout=CALL_S)
 
 
 def test_fresh_starts_empty_and_discard_leaves_nothing(daemon):
-    one = daemon()
-    with Calls(one.dir) as calls:
+    kvstored = daemon()
+    with Calls(kvstored.dir) as calls:
         calls.put("a")
-    old = (one.dir / "state.json").read_text()
-    one.args.append("--fresh")
-    one.restart()
-    with Calls(one.dir) as calls:
+    old = (kvstored.dir / "state.json").read_text()
+    kvstored.args.append("--fresh")
+    kvstored.restart()
+    with Calls(kvstored.dir) as calls:
         assert calls.states("a") == [0]
     (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", old))
     assert not list(Path("/dev/shm").glob(prefix + "*")), "the old pool is still there"
-    one.args.append("--discard")
-    one.restart()
-    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
-    assert one.stop() == 0
-    assert not list(Path("/dev/shm").glob(prefix + "*")) and not (one.dir / "state.json").exists()
+    kvstored.args.append("--discard")
+    kvstored.restart()
+    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (kvstored.dir / "state.json").read_text()))
+    assert kvstored.stop() == 0
+    assert not list(Path("/dev/shm").glob(prefix + "*")) and not (kvstored.dir / "state.json").exists()
 
 
 def test_it_feeds_the_watchdog_and_says_when_it_stops(daemon):
-    one = daemon(start=False)
-    path = str(one.dir.parent / "supervisor")
+    kvstored = daemon(start=False)
+    path = str(kvstored.dir.parent / "supervisor")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         supervisor.bind(path)
         supervisor.settimeout(20)
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvstored", *one.args], cwd=ROOT, stderr=subprocess.DEVNULL,
+            [sys.executable, "-m", "kvstored", *kvstored.args], cwd=ROOT, stderr=subprocess.DEVNULL,
             env={**os.environ, "NOTIFY_SOCKET": path, "WATCHDOG_USEC": "200000"},
         )  # fmt: skip
-        one.process = process
+        kvstored.process = process
         said = [supervisor.recv(4096).decode() for _ in range(3)]
         process.send_signal(signal.SIGTERM)
         while said[-1] != "STOPPING=1":
@@ -212,33 +212,33 @@ def test_it_feeds_the_watchdog_and_says_when_it_stops(daemon):
         assert process.wait(60) == 0
     assert sum(text.startswith("READY=1\n") for text in said) == 1
     assert said.count("WATCHDOG=1") >= 2
-    one._note_segments()
+    kvstored._note_segments()
 
 
 def test_a_call_in_progress_does_not_keep_it_from_ending(daemon):
-    one = daemon(args=("--drain-timeout-s", "10"))  # within which the stream is told
-    with Calls(one.dir) as calls:
+    kvstored = daemon(args=("--drain-timeout-s", "10"))  # within which the stream is told
+    with Calls(kvstored.dir) as calls:
         events = calls.admin.Events(admin_pb2.EventsRequest(), timeout=CALL_S)
         assert next(events).kind == admin_pb2.EventsResponse.KIND_OPEN
         lease = calls.create([key("open")]).lease
         assert lease.id
-        assert one.stop() == 0
+        assert kvstored.stop() == 0
         assert next(events).kind == admin_pb2.EventsResponse.KIND_STOPPING
 
 
 def test_at_its_end_calls_in_progress_are_answered_and_new_ones_are_not(daemon):
-    one = daemon(args=("--drain-timeout-s", "30"))
+    kvstored = daemon(args=("--drain-timeout-s", "30"))
     told = threading.Event()
 
     def late():
         told.wait(CALL_S)
         yield store_pb2.LookupRequest(keys=[key("nobody's")]).SerializeToString()
 
-    with Calls(one.dir) as calls:
+    with Calls(kvstored.dir) as calls:
         begun = calls.channel.stream_unary("/kvstored.v1.Store/Lookup").future(late(), timeout=CALL_S)
         assert calls.states("nobody's") == [0]  # after it on the same connection: it has begun
-        one.process.send_signal(signal.SIGTERM)
-        eventually(lambda: "stopping" in one.log(), "it was told", timeout_s=20)
+        kvstored.process.send_signal(signal.SIGTERM)
+        eventually(lambda: "stopping" in kvstored.log(), "it was told", timeout_s=20)
         with pytest.raises(grpc.RpcError) as refusal:
             for _ in range(100):
                 calls.states("nobody's")
@@ -246,7 +246,7 @@ def test_at_its_end_calls_in_progress_are_answered_and_new_ones_are_not(daemon):
         assert refusal.value.details() == "the daemon is about to end"
         told.set()
         assert store_pb2.LookupResponse.FromString(begun.result()).states == [0]
-        assert one.process.wait(20) == 0
+        assert kvstored.process.wait(20) == 0
 
 
 def test_grpcs_own_end_is_never_run(daemon, tmp_path):
@@ -255,59 +255,59 @@ def test_grpcs_own_end_is_never_run(daemon, tmp_path):
         "import os, grpc.aio\n"
         "grpc.aio._server.Server.stop = grpc.aio._server.Server.__del__ = lambda *_: os.abort()\n"
     )
-    one = daemon(env={"PYTHONPATH": str(tmp_path)})
-    with Calls(one.dir) as calls:
+    kvstored = daemon(env={"PYTHONPATH": str(tmp_path)})
+    with Calls(kvstored.dir) as calls:
         calls.put("a")
-    assert one.stop() == 0
-    assert "stopped took_ms=" in one.log()
+    assert kvstored.stop() == 0
+    assert "stopped took_ms=" in kvstored.log()
 
 
 def test_the_log_is_one_line_an_event_and_holds_no_key(daemon):
-    one = daemon(args=("--log-level", "debug"))
-    with Calls(one.dir) as calls:
+    kvstored = daemon(args=("--log-level", "debug"))
+    with Calls(kvstored.dir) as calls:
         calls.put("secret")
         calls.get("secret", "missing")
         calls.admin.Flush(admin_pb2.FlushRequest(), timeout=CALL_S)
-    one.stop()
+    kvstored.stop()
     line = re.compile(r'\S+Z (debug|info|warning|error) [a-z_]+( [a-z_]+=("(\\.|[^"\\])*"|[^\s"]+))*')
-    for text in one.log().splitlines():
+    for text in kvstored.log().splitlines():
         assert line.fullmatch(text), text
-    assert key("secret").hex() not in one.log()
-    assert " info ready " in one.log() and " info flushed namespace=default deleted=1" in one.log()
+    assert key("secret").hex() not in kvstored.log()
+    assert " info ready " in kvstored.log() and " info flushed namespace=default deleted=1" in kvstored.log()
 
 
 @pytest.mark.parametrize("name", ["kvstored.sock", "grpc.sock", "guests.sock"])
 def test_a_socket_that_cannot_be_made_is_an_error_that_names_it(daemon, name):
-    one = daemon(start=False)
-    (one.dir / name / "in the way").mkdir(parents=True)
-    code, text = start_refused(one.dir, "--discard")
-    assert code == Exit.CANNOT_START and f"{one.dir}/{name}" in text and "Traceback" not in text
+    kvstored = daemon(start=False)
+    (kvstored.dir / name / "in the way").mkdir(parents=True)
+    code, text = start_refused(kvstored.dir, "--discard")
+    assert code == Exit.CANNOT_START and f"{kvstored.dir}/{name}" in text and "Traceback" not in text
 
 
 @pytest.mark.parametrize("name", ["a%20b", "a#b?c", "a b"])
 def test_a_directory_may_have_any_name(daemon, name):
     """gRPC takes a socket's path as a URI's."""
-    one = daemon(start=False)
-    one.dir.rmdir()
-    one.dir = one.dir.parent / name
-    one.args[one.args.index("--dir") + 1] = str(one.dir)
-    one.start()
-    asked = [sys.executable, "-m", "kvstored", "status", "--json", "--dir", str(one.dir)]
+    kvstored = daemon(start=False)
+    kvstored.dir.rmdir()
+    kvstored.dir = kvstored.dir.parent / name
+    kvstored.args[kvstored.args.index("--dir") + 1] = str(kvstored.dir)
+    kvstored.start()
+    asked = [sys.executable, "-m", "kvstored", "status", "--json", "--dir", str(kvstored.dir)]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == Exit.DONE, done.stderr
-    assert f'"pid": {one.pid}' in done.stdout
+    assert f'"pid": {kvstored.pid}' in done.stdout
 
 
 def test_no_file_takes_the_place_of_a_closed_stream(daemon):
     """What a library writes to standard error must not go into the pool."""
-    one = daemon(start=False)
-    one.command = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable]
-    one.start()
-    assert [os.readlink(f"/proc/{one.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
+    kvstored = daemon(start=False)
+    kvstored.command = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable]
+    kvstored.start()
+    assert [os.readlink(f"/proc/{kvstored.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
 
 
 def test_a_log_that_nobody_reads_does_not_hold_it_up(daemon):
-    one = daemon(start=False)
+    kvstored = daemon(start=False)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):
@@ -315,12 +315,13 @@ def test_a_log_that_nobody_reads_does_not_hold_it_up(daemon):
             os.write(writing, bytes(4096))
     os.set_blocking(writing, True)
     os.set_inheritable(writing, True)
-    one.command = ["/bin/sh", "-c", f'exec "$@" 2>/proc/{os.getpid()}/fd/{writing}', "sh", sys.executable]
+    into = f"/proc/{os.getpid()}/fd/{writing}"
+    kvstored.command = ["/bin/sh", "-c", f'exec "$@" 2>{into}', "sh", sys.executable]
     try:
-        one.start()
-        with Calls(one.dir) as calls:
+        kvstored.start()
+        with Calls(kvstored.dir) as calls:
             calls.put("a")
-        assert one.stop() == 0
+        assert kvstored.stop() == 0
     finally:
         os.close(reading)
         os.close(writing)

@@ -89,7 +89,7 @@ def _build(tree: Path) -> None:
         done = subprocess.run([str(word) for word in words], cwd=tree, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
-    protos = sorted(one.relative_to(tree) for one in tree.glob("proto/**/*.proto"))
+    protos = sorted(proto.relative_to(tree) for proto in tree.glob("proto/**/*.proto"))
     protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I", "proto"]
     run(*protoc, "--python_out=.", "--grpc_python_out=.", *protos)
     cmake = Path(sys.executable).parent / "cmake"
@@ -143,9 +143,9 @@ def client(older):
     with contextlib.ExitStack() as ends:
 
         def start(name: str, daemon) -> Client:
-            one = Client(older if name == "old" else ROOT, daemon.dir, name)
-            ends.callback(one.close)
-            return one
+            child = Client(older if name == "old" else ROOT, daemon.dir, name)
+            ends.callback(child.close)
+            return child
 
         yield start
 
@@ -165,24 +165,24 @@ def version(older):
 
 @pytest.fixture
 def old_daemon(daemon, version):
-    one = daemon(memory="64MiB")
-    one.stop()
-    version(one, "old")
-    one.args.append("--fresh")
-    one.start()
-    one.args.remove("--fresh")
-    return one
+    kvstored = daemon(memory="64MiB")
+    kvstored.stop()
+    version(kvstored, "old")
+    kvstored.args.append("--fresh")
+    kvstored.start()
+    kvstored.args.remove("--fresh")
+    return kvstored
 
 
 @pytest.mark.slow
 def test_an_old_client_on_a_new_daemon(daemon, client):
-    one = daemon(memory="64MiB")
-    old, new = client("old", one), client("new", one)
+    kvstored = daemon(memory="64MiB")
+    old, new = client("old", kvstored), client("new", kvstored)
     assert (old.attached, new.attached) == ("attached", "attached")
     keys = [old.put(), new.put()]
     for reader in (old, new):
         assert [reader.ask("get", key) for key in keys] == [HIT, HIT]
-    one.restart(kill=True)
+    kvstored.restart(kill=True)
     for reader in (old, new):
         assert [reader.ask("get", key) for key in keys] == [HIT, HIT]
     keys.append(old.put())
@@ -191,19 +191,19 @@ def test_an_old_client_on_a_new_daemon(daemon, client):
 
 @pytest.mark.slow
 def test_what_an_old_client_would_misread_is_refused_to_it_and_named(daemon, client):
-    one = daemon(memory="64MiB")
-    old = client("old", one)
-    here = one.connect()
+    kvstored = daemon(memory="64MiB")
+    old = client("old", kvstored)
+    here = kvstored.connect()
     with pytest.raises(kvclient.errors.NoSpace, match=r"first 48 layouts.*an older version"):
         for number in range(49):
             here.register_layout(Layout(1, 1, 16, "float16", 2 + number))
     old.close()
     for number in range(49, 120):
         here.register_layout(Layout(1, 1, 16, "float16", 2 + number))
-    late = client("old", one)
+    late = client("old", kvstored)
     assert late.attached.startswith("IncompatibleVersion")
     assert "version 2 of the session protocol" in late.attached and "versions 4 to 4" in late.attached
-    assert client("new", one).attached == "attached"
+    assert client("new", kvstored).attached == "attached"
 
 
 @pytest.mark.slow
@@ -255,5 +255,5 @@ def test_up_and_down_by_one_version_under_load(old_daemon, client, version):
 
 
 def _grew(now: list[int], before: list[int]) -> bool:
-    return all(one > was + 5 for one, was in zip(now, before, strict=True))
+    return all(count > was + 5 for count, was in zip(now, before, strict=True))
 

@@ -47,11 +47,11 @@ def scraped(daemon, tmp_path):
         args += ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"]
     (shared := tmp_path / "shared").mkdir(mode=0o700)
     args += ["--disk-shared", str(shared), "--cluster", "etcd://127.0.0.1:9", "--cluster-memory", "16MiB"]
-    one = daemon("64MiB", args)
-    with Calls(one.dir) as calls:
+    kvstored = daemon("64MiB", args)
+    with Calls(kvstored.dir) as calls:
         calls.put("a")
         calls.get("a", "b")
-    with one.connect() as client:
+    with kvstored.connect() as client:
         client.stats()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=CALL_S) as reply:
         return reply.read().decode()
@@ -111,8 +111,9 @@ def alerts():
 def dashboard_queries():
     board = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    queries += [one["expr"] for one in board["annotations"]["list"]]
-    return queries + [one["definition"] for one in board["templating"]["list"] if one["type"] == "query"]
+    queries += [annotation["expr"] for annotation in board["annotations"]["list"]]
+    variables = board["templating"]["list"]
+    return queries + [variable["definition"] for variable in variables if variable["type"] == "query"]
 
 
 def test_every_query_asks_for_what_is_exported(scraped):
@@ -129,7 +130,7 @@ def test_every_query_asks_for_what_is_exported(scraped):
             elif not labels <= there[name] | OF_PROMETHEUS:
                 wrong.append(f"{name} has no label {labels - there[name] - OF_PROMETHEUS}: {query}")
         grouped = re.findall(r"\b(?:by|on) \(([^)]*)\)", query)
-        for label in {one.strip() for group in grouped for one in group.split(",")} - OF_PROMETHEUS:
+        for label in {name.strip() for group in grouped for name in group.split(",")} - OF_PROMETHEUS:
             if not any(label in there[name] for name, _ in names):
                 wrong.append(f"nothing has the label {label}: {query}")
     assert not wrong, "\n".join(wrong)
@@ -150,11 +151,11 @@ def test_every_thread_of_ours_has_the_name_that_is_documented(daemon, tmp_path, 
         for name in re.findall(r'pthread_setname_np\(.*"(.*)"\)', source.read_text())
     }
     assert named == set(re.findall(r"`(kv-\w+)`", DOCUMENT.read_text()))
-    one = daemon("64MiB", ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"])
+    kvstored = daemon("64MiB", ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"])
 
     def threads():
         found = set()
-        for task in list(Path(f"/proc/{one.pid}/task").iterdir()):
+        for task in list(Path(f"/proc/{kvstored.pid}/task").iterdir()):
             with contextlib.suppress(OSError):  # ended meanwhile
                 found.add((task / "comm").read_text().strip())
         return found

@@ -29,28 +29,28 @@ def configured(daemon, tmp_path):
     """A daemon that reads `one.file`, and its services."""
     file = tmp_path / "kvstored.toml"
     file.write_text('log_level = "info"\nmax_leases = 1\nmax_pins = 1000\n')
-    one = daemon("64MiB", ("--config", str(file), "--drain-timeout-s", "0.2"))
-    one.file = file
-    with Calls(one.dir) as calls:
-        one.calls = calls
-        yield one
+    kvstored = daemon("64MiB", ("--config", str(file), "--drain-timeout-s", "0.2"))
+    kvstored.file = file
+    with Calls(kvstored.dir) as calls:
+        kvstored.calls = calls
+        yield kvstored
 
 
-def reload(one, *words):
+def reload(kvstored, *words):
     done = subprocess.run(
-        [sys.executable, "-m", "kvstored", "reload", "--dir", str(one.dir), *words],
+        [sys.executable, "-m", "kvstored", "reload", "--dir", str(kvstored.dir), *words],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 
-def in_effect(one):
-    entries = one.calls.admin.Config(admin_pb2.ConfigRequest(), timeout=CALL_S).entries
+def in_effect(kvstored):
+    entries = kvstored.calls.admin.Config(admin_pb2.ConfigRequest(), timeout=CALL_S).entries
     return {entry.name: (entry.value, entry.source) for entry in entries}
 
 
-def states(one):
-    reply = one.calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
+def states(kvstored):
+    reply = kvstored.calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
     return [entry.state for entry in reply.degraded]
 
 
@@ -70,7 +70,8 @@ def test_what_may_change_changes_and_the_rest_is_named(configured):
     )
     code, text = reload(configured, "--json")
     assert code == Exit.DONE, text
-    found = {one["name"]: (one["before"], one["after"], one["applied"]) for one in json.loads(text)}
+    changes = json.loads(text)
+    found = {change["name"]: (change["before"], change["after"], change["applied"]) for change in changes}
     assert found == {
         "log_level": ("info", "debug", True),
         "max_leases": ("1", "2", True),
@@ -90,11 +91,11 @@ def test_the_quota_of_the_disk_changes_at_once(daemon, tmp_path):
     file = tmp_path / "kvstored.toml"
     text = f'disk = ["{tmp_path}/disk"]\ndisk_quota = "%dMiB"\n'
     file.write_text(text % 64)
-    one = daemon("64MiB", ("--config", str(file)))
-    with Calls(one.dir) as calls:
+    kvstored = daemon("64MiB", ("--config", str(file)))
+    with Calls(kvstored.dir) as calls:
         assert calls.stats()["disk_quota_bytes"] == 64 << 20
         file.write_text(text % 32)
-        code, said = reload(one)
+        code, said = reload(kvstored)
         assert code == Exit.DONE and "disk_quota  64MiB   32MiB  applied" in said, said
         assert calls.stats()["disk_quota_bytes"] == 32 << 20
 
@@ -119,24 +120,24 @@ def test_a_wrong_file_changes_nothing_and_is_told(configured, text):
 def test_sighup_reloads_and_the_supervisor_is_told(daemon, tmp_path, wait_until):
     file, path = tmp_path / "kvstored.toml", str(tmp_path / "supervisor")
     file.write_text("")
-    one = daemon(args=("--config", str(file)), start=False)
+    kvstored = daemon(args=("--config", str(file)), start=False)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         supervisor.bind(path)
         supervisor.settimeout(20)
-        with open(one.log_path, "ab") as log:
-            one.process = subprocess.Popen(
-                [sys.executable, "-m", "kvstored", *one.args],
+        with open(kvstored.log_path, "ab") as log:
+            kvstored.process = subprocess.Popen(
+                [sys.executable, "-m", "kvstored", *kvstored.args],
                 cwd=ROOT, stderr=log, env={**os.environ, "NOTIFY_SOCKET": path},
             )  # fmt: skip
         assert supervisor.recv(4096).startswith(b"READY=1\n")
-        one._note_segments()
+        kvstored._note_segments()
         wrong = ("max_leases = 0", "reload_refused why=")
         for text, applied in (('log_level = "debug"', "applied=1"), wrong):
             file.write_text(text)
-            one.process.send_signal(signal.SIGHUP)
+            kvstored.process.send_signal(signal.SIGHUP)
             told = [supervisor.recv(4096), supervisor.recv(4096)]
             assert told[0].startswith(b"RELOADING=1\nMONOTONIC_USEC=") and told[1] == b"READY=1"
-            wait_until(lambda applied=applied: applied in one.log(), "the log says so")
+            wait_until(lambda applied=applied: applied in kvstored.log(), "the log says so")
 
 
 def ignored(pid: int) -> set[int]:
@@ -149,16 +150,16 @@ def test_a_daemon_that_stops_ignores_what_would_end_it_half_way(daemon, tmp_path
     """Its loop's handlers end before its pool is discarded, and a second SIGTERM would leave the pool."""
     file = tmp_path / "kvstored.toml"
     file.write_text("")
-    one = daemon("64MiB", ("--config", str(file), "--drain-timeout-s", "300"))
-    with Calls(one.dir) as calls:
+    kvstored = daemon("64MiB", ("--config", str(file), "--drain-timeout-s", "300"))
+    with Calls(kvstored.dir) as calls:
         calls.create([key("a")])
         follower = calls.follow("a", timeout_ms=60_000)
         next(follower)  # the call goes on until it is cancelled
-        one.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: " stopping " in one.log(), "the daemon stops")
-        assert {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} <= ignored(one.pid)
+        kvstored.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: " stopping " in kvstored.log(), "the daemon stops")
+        assert {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} <= ignored(kvstored.pid)
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-            one.process.send_signal(number)
+            kvstored.process.send_signal(number)
         follower.cancel()
-        assert one.process.wait(60) == 0
-    assert "reload" not in one.log().partition(" stopping ")[2]
+        assert kvstored.process.wait(60) == 0
+    assert "reload" not in kvstored.log().partition(" stopping ")[2]

@@ -101,8 +101,8 @@ def test_the_unit_keeps_the_pool_over_a_restart(installed):
 def test_the_unit_starts_what_exists_and_the_example_loads(installed):
     for name in ("ExecStart", "ExecReload"):
         words = settings(installed)[name].split()
-        given = parser().parse_args(words[1:])
-        assert given.dir == "/run/kvstored"
+        parsed = parser().parse_args(words[1:])
+        assert parsed.dir == "/run/kvstored"
     config = installed / "kvstored/kvstored.toml"
     assert config.stat().st_mode & 0o777 == 0o640
     assert load({"dir": "/tmp"}, {}, str(config)).config.metrics_port == 9464
@@ -150,17 +150,18 @@ def test_the_daemon_serves_under_what_the_unit_forbids(daemon, installed, pool, 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     args = ("--metrics-port", str(port), "--pool", pool, "--disk-quota", "64MiB")
-    one = daemon(memory="64MiB", args=args, start=False)
-    one.args += ["--disk", str(one.dir / "disk")]
-    one.start().stop()  # outside, to compare
+    kvstored = daemon(memory="64MiB", args=args, start=False)
+    kvstored.args += ["--disk", str(kvstored.dir / "disk")]
+    kvstored.start().stop()  # outside, to compare
     unit = installed / "systemd/system/kvstored.service"
-    one.command = [
-        sys.executable, str(ROOT / "tests/daemon/sandbox.py"), str(unit), str(one.dir), "--", sys.executable,
+    kvstored.command = [
+        sys.executable, str(ROOT / "tests/daemon/sandbox.py"), str(unit), str(kvstored.dir), "--",
+        sys.executable,
     ]  # fmt: skip
-    one.start()
-    status = Path(f"/proc/{one.pid}/status").read_text()
+    kvstored.start()
+    status = Path(f"/proc/{kvstored.pid}/status").read_text()
     assert "Seccomp:\t2" in status and "NoNewPrivs:\t1" in status and "CapEff:\t0000000000000000" in status
-    with Calls(one.dir) as calls:
+    with Calls(kvstored.dir) as calls:
         calls.put("a")
         assert calls.get("a") == [content("a")]
         calls.admin.Integrity(admin_pb2.IntegrityRequest(), timeout=CALL_S)
@@ -170,16 +171,16 @@ def test_the_daemon_serves_under_what_the_unit_forbids(daemon, installed, pool, 
             return (last.verified + last.computed, last.corrupt) == (1, 0)
 
         wait_until(scrubbed, "the block is checked")  # on its way to disk it is passed over
-    with one.connect() as client:
+    with kvstored.connect() as client:
         assert client.stats()["blocks"] == 1
         layout = client.register_layout(SMALL.to_blob())
         with client.create(new_keys(1), layout, priority=100) as writer:
             fill(writer[0])
-    wait_until(lambda: list((one.dir / "disk").rglob("*.kv")), "the block is written to disk")
-    outside, inside = re.findall(r" info disk .* engine=(\w+) ", one.log())
-    assert outside == inside, one.log()
+    wait_until(lambda: list((kvstored.dir / "disk").rglob("*.kv")), "the block is written to disk")
+    outside, inside = re.findall(r" info disk .* engine=(\w+) ", kvstored.log())
+    assert outside == inside, kvstored.log()
     with socket.create_connection(("127.0.0.1", port)) as web:
         web.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
         assert web.recv(100).startswith(b"HTTP/1.1 200 ")
-    assert one.stop() == 0
-    assert not re.search("call_failed|problem|degraded", one.log()), one.log()
+    assert kvstored.stop() == 0
+    assert not re.search("call_failed|problem|degraded", kvstored.log()), kvstored.log()

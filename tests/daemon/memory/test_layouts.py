@@ -33,12 +33,12 @@ def filled(view) -> set[float]:
 
 
 @pytest.fixture
-def one(daemon):
+def kvstored(daemon):
     return daemon(memory="64MiB")
 
 
-def test_many_come_and_go_under_clients_that_hold_old_ids(one):
-    client, other = one.connect(), one.connect()
+def test_many_come_and_go_under_clients_that_hold_old_ids(kvstored):
+    client, other = kvstored.connect(), kvstored.connect()
     first = client.register_layout(nth(0))
     key = put(client, first, 7)
     kept = other.register_layout(nth(1))  # without a block
@@ -54,28 +54,28 @@ def test_many_come_and_go_under_clients_that_hold_old_ids(one):
     view.release()
     last = put(other, kept, 9)  # its place went to another: registered again without a word
     assert filled(client.get([last])[0]) == {9.0}
-    one.restart(kill=True)
+    kvstored.restart(kill=True)
     assert filled(client.get([last])[0]) == {9.0}
     again = put(client, first, 8)
     found = other.get([again])[0]
     assert filled(found) == {8.0} and found.tokens == 2
-    stranger = one.connect()
+    stranger = kvstored.connect()
     with pytest.raises(kvclient.errors.LayoutLost, match="registered by another client"):
         stranger.create([os.urandom(32)], first)
     with pytest.raises(kvclient.errors.InvalidArgument, match="not registered"):
         stranger.create([os.urandom(32)], PLACES)
 
 
-def test_the_command_lists_them(one, capsys):
-    client = one.connect()
+def test_the_command_lists_them(kvstored, capsys):
+    client = kvstored.connect()
     empty = client.register_layout(nth(5))
     full = client.register_layout(Layout(3, 2, 8, "bfloat16", 16))
     with client.create([os.urandom(32)], full) as writer:
         writer.seal(zero_rest=True)
-    assert main(["layouts", "--dir", str(one.dir), "--json"]) == 0
+    assert main(["layouts", "--dir", str(kvstored.dir), "--json"]) == 0
     found = {each["id"]: each for each in json.loads(capsys.readouterr().out)}
     assert (found[empty]["blocks"], found[full]["blocks"], found[full]["sessions"]) == (0, 1, 1)
     assert found[full]["dtype"] == "bfloat16" and found[full]["num_layers"] == 3
-    assert main(["layouts", "--dir", str(one.dir)]) == 0
+    assert main(["layouts", "--dir", str(kvstored.dir)]) == 0
     text = capsys.readouterr().out
     assert "2 x 2 x 8" in text and "bfloat16" in text

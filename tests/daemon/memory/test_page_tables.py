@@ -63,10 +63,10 @@ print(json.dumps(found))
 
 @pytest.fixture
 def run(daemon, capsys):
-    one = daemon(memory=f"{POOL_MIB}MiB")
+    kvstored = daemon(memory=f"{POOL_MIB}MiB")
 
     def faulted() -> bool:
-        assert main(["status", "--json", "--dir", str(one.dir)]) == 0
+        assert main(["status", "--json", "--dir", str(kvstored.dir)]) == 0
         (space,) = json.loads(capsys.readouterr().out)["namespaces"]
         return space["counters"]["faulted_bytes"] == POOL_MIB * MIB
 
@@ -74,7 +74,7 @@ def run(daemon, capsys):
 
     def client(what: str, blocks: int, *then: str) -> dict[str, int]:
         done = subprocess.run(
-            [sys.executable, "-c", CLIENT, str(one.dir), what, str(blocks), *then],
+            [sys.executable, "-c", CLIENT, str(kvstored.dir), what, str(blocks), *then],
             cwd=ROOT, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

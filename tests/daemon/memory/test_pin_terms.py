@@ -24,23 +24,23 @@ def put(client, fill: int) -> bytes:
     return key
 
 
-def status(one, capsys, *more: str) -> dict:
-    assert main(["status", "--dir", str(one.dir), "--json", *more]) == 0
+def status(kvstored, capsys, *more: str) -> dict:
+    assert main(["status", "--dir", str(kvstored.dir), "--json", *more]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture
-def one(daemon):
+def kvstored(daemon):
     return daemon(memory="16MiB")
 
 
-def test_an_engine_holds_nothing_beyond_its_deadline(one, capsys):
-    writer = one.connect()
-    engine = one.connect(owner="engine", pin_deadline_s=0.05)
+def test_an_engine_holds_nothing_beyond_its_deadline(kvstored, capsys):
+    writer = kvstored.connect()
+    engine = kvstored.connect(owner="engine", pin_deadline_s=0.05)
     key = put(writer, 7)
     blocks, other = engine.get([key]), engine.get([key])
     view, array = blocks[0], other[0].layer(0)
-    found = status(one, capsys, "--sessions")
+    found = status(kvstored, capsys, "--sessions")
     counters = found["namespaces"][0]["counters"]
     assert counters["pins_engine"] <= 2 and counters["pinned_engine_bytes"] % (128 << 10) <= 8192
     mine = {session["session"]: session for session in found["sessions"]}[engine._native.session]
@@ -69,29 +69,29 @@ def test_an_engine_holds_nothing_beyond_its_deadline(one, capsys):
     assert (engine.get([again])[0].layer(0) == 9).all(), "the client goes on as before"
 
 
-def test_an_operator_asks_a_process_for_its_blocks(one, capsys):
-    client = one.connect()
+def test_an_operator_asks_a_process_for_its_blocks(kvstored, capsys):
+    client = kvstored.connect()
     key = put(client, 3)
     blocks = client.get([key])
-    command = ["revoke", "--dir", str(one.dir), str(client._native.session)]
+    command = ["revoke", "--dir", str(kvstored.dir), str(client._native.session)]
     assert main(command) == 0
     assert "asked for the blocks of session" in capsys.readouterr().out
     with pytest.raises(BlockLost, match="asked these blocks back"):
         blocks[0].layer(0)
     assert (client.get([key])[0].layer(0) == 3).all(), "what is pinned from here on is not meant"
     assert main([*command[:-1], "4000000000"]) == 1
-    assert main(["status", "--dir", str(one.dir), "--sessions"]) == 0
+    assert main(["status", "--dir", str(kvstored.dir), "--sessions"]) == 0
     assert "client" in capsys.readouterr().out
 
 
-def test_terms_are_checked(one):
+def test_terms_are_checked(kvstored):
     for wrong in ({"owner": "disk"}, {"pin_deadline_s": 0}, {"pin_deadline_s": 1e9}, {"pin_bytes": 0}):
         with pytest.raises(InvalidArgument, match=next(iter(wrong))):
-            one.connect(**wrong)
+            kvstored.connect(**wrong)
 
 
-def test_more_than_its_bytes_is_asked_back_the_oldest_first(one):
-    client = one.connect(pin_bytes=300 << 10)  # two blocks
+def test_more_than_its_bytes_is_asked_back_the_oldest_first(kvstored):
+    client = kvstored.connect(pin_bytes=300 << 10)  # two blocks
     keys = [put(client, fill) for fill in range(4)]
     first = client.get(keys[:2])
     eventually(lambda: client.stats()["pins_client"] == 2, "two are left")
@@ -107,23 +107,23 @@ def test_more_than_its_bytes_is_asked_back_the_oldest_first(one):
     del late
 
 
-def test_a_device_is_told_and_forgotten(one, capsys):
-    client = one.connect()
+def test_a_device_is_told_and_forgotten(kvstored, capsys):
+    client = kvstored.connect()
     assert client.give_to_device()
-    assert status(one, capsys, "--sessions")["sessions"][0]["device"]
-    one.restart()
+    assert status(kvstored, capsys, "--sessions")["sessions"][0]["device"]
+    kvstored.restart()
     client.lookup([os.urandom(32)])
     client.touch([os.urandom(32)])
-    assert status(one, capsys, "--sessions")["sessions"][0]["device"], "the next daemon knows it"
+    assert status(kvstored, capsys, "--sessions")["sessions"][0]["device"], "the next daemon knows it"
     assert client.give_to_device(False)
-    assert not status(one, capsys, "--sessions")["sessions"][0]["device"]
+    assert not status(kvstored, capsys, "--sessions")["sessions"][0]["device"]
 
 
-def test_a_region_counts_as_memory_that_a_device_may_write(one, capsys):
+def test_a_region_counts_as_memory_that_a_device_may_write(kvstored, capsys):
     def told() -> bool:
-        return status(one, capsys, "--sessions")["sessions"][0]["device"]
+        return status(kvstored, capsys, "--sessions")["sessions"][0]["device"]
 
-    client = one.connect()
+    client = kvstored.connect()
     first, second = client.register_region(64 << 10), client.register_region(64 << 10)
     assert told()
     first.close()

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SHM = Path("/dev/shm")
 
 
-def prefix_of(one):
-    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]{16}-\d+", (one.dir / "state.json").read_text()))
+def prefix_of(kvstored):
+    (prefix,) = set(re.findall(r"kvstored-[0-9a-f]{16}-\d+", (kvstored.dir / "state.json").read_text()))
     return prefix
 
 
@@ -47,39 +47,39 @@ def pools(capsys):
 
 
 def test_a_pool_is_listed_with_its_owner_through_its_life(daemon, pools, capsys):
-    one = daemon(memory="64MiB")
-    prefix = prefix_of(one)
+    kvstored = daemon(memory="64MiB")
+    prefix = prefix_of(kvstored)
     row = pools(prefix)
-    assert (row["state"], row["pid"], row["directory"]) == ("served", one.pid, str(one.dir))
+    assert (row["state"], row["pid"], row["directory"]) == ("served", kvstored.pid, str(kvstored.dir))
     assert row["size_bytes"] > 0
-    one.stop()
+    kvstored.stop()
     assert pools(prefix)["state"] == "kept"
     assert pools(prefix, "--remove")["state"] == "kept" and "pool" in files(prefix)
     assert main(["pools", prefix]) == Exit.DONE
-    assert f"waits for the next daemon in {one.dir}" in capsys.readouterr().out
+    assert f"waits for the next daemon in {kvstored.dir}" in capsys.readouterr().out
 
 
 def test_a_pool_whose_directory_is_gone_is_removed_when_nobody_has_it_open(daemon, pools):
-    one = daemon(memory="64MiB")
-    prefix = prefix_of(one)
-    client = one.connect()
-    one.kill()
-    shutil.rmtree(one.dir)
+    kvstored = daemon(memory="64MiB")
+    prefix = prefix_of(kvstored)
+    client = kvstored.connect()
+    kvstored.kill()
+    shutil.rmtree(kvstored.dir)
     assert pools(prefix)["state"] == "held", "the client still reads"
     assert pools(prefix, "--remove")["freed_bytes"] == 0 and "pool" in files(prefix)
     client.close()
     assert pools(prefix)["state"] == "orphan"
-    assert prefix in {one.prefix for one in pool_list.pools() if one.state == "orphan"}
+    assert prefix in {pool.prefix for pool in pool_list.pools() if pool.state == "orphan"}
     assert "kvstored pools --remove" in pool_list.advice()
     row = pools(prefix, "--remove")
     assert row["state"] == "removed" and row["freed_bytes"] > 0 and files(prefix) == []
 
 
 def test_memory_that_is_short_and_fsck_name_what_nobody_owns(daemon, tmp_path, capfd):
-    one = daemon(memory="64MiB")
-    prefix = prefix_of(one)
-    one.kill()
-    shutil.rmtree(one.dir)
+    kvstored = daemon(memory="64MiB")
+    prefix = prefix_of(kvstored)
+    kvstored.kill()
+    shutil.rmtree(kvstored.dir)
     try:
         (tmp_path / "disk/tmp").mkdir(parents=True)
         assert main(["fsck", str(tmp_path / "disk")]) == Exit.DONE
@@ -101,28 +101,28 @@ def test_an_unknown_pool_is_an_answer_no(capsys):
 
 
 def test_stop_says_what_stays_and_frees_it_if_asked(daemon, capsys):
-    one = daemon(memory="64MiB")
-    prefix = prefix_of(one)
-    assert main(["stop", "--dir", str(one.dir), "--json"]) == Exit.DONE
+    kvstored = daemon(memory="64MiB")
+    prefix = prefix_of(kvstored)
+    assert main(["stop", "--dir", str(kvstored.dir), "--json"]) == Exit.DONE
     said = json.loads(capsys.readouterr().out)
-    assert said["stopped"] == one.pid and said["kept_bytes"] > 0 and said["freed_bytes"] == 0
+    assert said["stopped"] == kvstored.pid and said["kept_bytes"] > 0 and said["freed_bytes"] == 0
     assert "pool" in files(prefix)
-    assert main(["stop", "--dir", str(one.dir), "--discard"]) == Exit.DONE
+    assert main(["stop", "--dir", str(kvstored.dir), "--discard"]) == Exit.DONE
     assert re.fullmatch(r"no daemon ran; .* freed\n", capsys.readouterr().out)
-    assert files(prefix) == [] and not (one.dir / "state.json").exists()
-    assert main(["stop", "--dir", str(one.dir), "--discard"]) == Exit.UNREACHABLE
+    assert files(prefix) == [] and not (kvstored.dir / "state.json").exists()
+    assert main(["stop", "--dir", str(kvstored.dir), "--discard"]) == Exit.UNREACHABLE
 
 
 def test_stop_counts_a_pool_that_lies_elsewhere(daemon, capsys):
     place = SHM / f"kvstored-test-{secrets.token_hex(4)}"
     place.mkdir(mode=0o700)
     try:
-        one = daemon("64MiB", ["--pool-dir", str(place)])
-        assert main(["stop", "--dir", str(one.dir), "--json"]) == Exit.DONE
+        kvstored = daemon("64MiB", ["--pool-dir", str(place)])
+        assert main(["stop", "--dir", str(kvstored.dir), "--json"]) == Exit.DONE
         kept_bytes = json.loads(capsys.readouterr().out)["kept_bytes"]
         held_bytes = sum(path.stat().st_blocks * 512 for path in place.iterdir())
         assert kept_bytes >= held_bytes > 64 << 10  # and the file in /dev/shm that names the directory
-        assert main(["stop", "--dir", str(one.dir), "--discard", "--json"]) == Exit.DONE
+        assert main(["stop", "--dir", str(kvstored.dir), "--discard", "--json"]) == Exit.DONE
         assert json.loads(capsys.readouterr().out)["freed_bytes"] == kept_bytes
         assert list(place.iterdir()) == []
     finally:
@@ -130,16 +130,16 @@ def test_stop_counts_a_pool_that_lies_elsewhere(daemon, capsys):
 
 
 def test_stop_discard_ends_a_daemon_and_its_readers_attach_anew(daemon, capsys):
-    one = daemon(memory="64MiB")
-    prefix = prefix_of(one)
-    with Calls(one.dir) as calls:
+    kvstored = daemon(memory="64MiB")
+    prefix = prefix_of(kvstored)
+    with Calls(kvstored.dir) as calls:
         calls.put("a")
-    assert main(["stop", "--dir", str(one.dir), "--discard", "--json"]) == Exit.DONE
+    assert main(["stop", "--dir", str(kvstored.dir), "--discard", "--json"]) == Exit.DONE
     said = json.loads(capsys.readouterr().out)
     assert said["kept_bytes"] == 0 and said["freed_bytes"] > 0 and files(prefix) == []
-    one.process.wait(60)
-    one.start()
-    with Calls(one.dir) as calls:
+    kvstored.process.wait(60)
+    kvstored.start()
+    with Calls(kvstored.dir) as calls:
         assert calls.states("a") == [0]
 
 
@@ -167,19 +167,19 @@ def test_a_start_that_fails_leaves_no_pool(tmp_path, wrong, discard):
 
 
 def test_a_start_that_fails_keeps_the_pool_of_before(daemon):
-    one = daemon(memory="64MiB")
-    with Calls(one.dir) as calls:
+    kvstored = daemon(memory="64MiB")
+    with Calls(kvstored.dir) as calls:
         calls.put("a")
-    one.stop()
+    kvstored.stop()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         done = subprocess.run(
-            [sys.executable, "-m", "kvstored", *one.args, "--metrics-port", port],
+            [sys.executable, "-m", "kvstored", *kvstored.args, "--metrics-port", port],
             cwd=ROOT, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == Exit.CANNOT_START
-    one.start()
-    with Calls(one.dir) as calls:
+    kvstored.start()
+    with Calls(kvstored.dir) as calls:
         assert calls.states("a") == [2]

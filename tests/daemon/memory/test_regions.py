@@ -56,14 +56,14 @@ def held(client, name):
 @pytest.fixture(params=["python", "c"])
 def client(daemon, request):
     started = daemon(memory="64MiB")
-    with started.connect() if request.param == "python" else CRegionClient(str(started.dir)) as one:
-        yield one
+    with started.connect() if request.param == "python" else CRegionClient(str(started.dir)) as opened:
+        yield opened
 
 
 @pytest.fixture
 def python_client(daemon):
-    with daemon(memory="64MiB").connect() as one:
-        yield one
+    with daemon(memory="64MiB").connect() as opened:
+        yield opened
 
 
 def test_a_block_is_what_its_buffers_held_and_stays_so(client):
@@ -71,7 +71,7 @@ def test_a_block_is_what_its_buffers_held_and_stays_so(client):
     with client.register_region(1 << 20) as region:
         region.array[:] = noise(1, region.length)
         place = places(64, 2)
-        expected = [told(region, one) for one in place]
+        expected = [told(region, block) for block in place]
         assert [r.word for r in region.register([key(1), key(2)], layout, place)] == ["sealed", "sealed"]
         region.array[:] = 0  # the allocator goes on with its memory
         assert [held(client, key(k)) for k in (1, 2)] == expected
@@ -108,8 +108,8 @@ def test_any_order_of_axes_and_layers(client, data):
             order = (0, *(1 + AXES.index(axis) for axis in axes), 4)
             given_buffers = place[None, first:stop].transpose(order)
             assert list(client.lookup([name]).states) == [1 if turn else 0]
-            (one,) = region.register([name], layout, given_buffers, axes, first, [tokens])
-            assert one.word == ("sealed" if turn == LAYERS - 1 else "open"), one
+            (change,) = region.register([name], layout, given_buffers, axes, first, [tokens])
+            assert change.word == ("sealed" if turn == LAYERS - 1 else "open"), change
         assert held(client, name) == expected
         client.delete([name])
 
@@ -202,8 +202,8 @@ def test_the_layers_of_a_set_of_blocks(python_client):
     place = places(0, 2)
     region.register([key(1), key(2)], layout, place)
     with client.get([key(1), key(9), key(2)]) as blocks:
-        one, miss, two = blocks.layers(1, timeout_s=10)
-        assert (one.tobytes(), two.tobytes()) == (told(region, place[0])[1], told(region, place[1])[1])
+        first, miss, second = blocks.layers(1, timeout_s=10)
+        assert (first.tobytes(), second.tobytes()) == (told(region, place[0])[1], told(region, place[1])[1])
         assert miss is None
     assert region.register([key(3)], layout, place[:1, :1])[0].word == "open"
     with client.get([key(3)], follow=True) as blocks, pytest.raises(kvclient.DeadlineExceeded):
@@ -218,13 +218,13 @@ def test_the_layers_of_a_set_of_blocks(python_client):
 
 def test_two_regions_and_no_room(client):
     layout = client.register_layout(BLOB)
-    with client.register_region(1 << 20) as one, client.register_region(3 << 20) as other:
-        one.array[:], other.array[:] = 1, 2
-        assert one.register([key(1)], layout, places())[0].word == "sealed"
-        assert other.register([key(2)], layout, places(1 << 20))[0].word == "sealed"
-        assert one.register([key(2)], layout, places())[0].word == "exists"
+    with client.register_region(1 << 20) as small, client.register_region(3 << 20) as large:
+        small.array[:], large.array[:] = 1, 2
+        assert small.register([key(1)], layout, places())[0].word == "sealed"
+        assert large.register([key(2)], layout, places(1 << 20))[0].word == "sealed"
+        assert small.register([key(2)], layout, places())[0].word == "exists"
         assert (held(client, key(1))[0][0], held(client, key(2))[0][0]) == (1, 2)
-        assert one.array.all() and (one.array == 1).all()
+        assert small.array.all() and (small.array == 1).all()
         with pytest.raises(kvclient.NoSpace):
             client.register_region(62 << 20)
     for wrong in (0, -1, 65 << 20, 2**40):
@@ -247,9 +247,9 @@ for line in sys.stdin:
 """
 
 
-def owner(one):
+def owner(kvstored):
     return subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(one.dir)],
+        [sys.executable, "-c", OWNER, str(kvstored.dir)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -258,8 +258,8 @@ def owner(one):
 
 
 def test_an_owner_that_is_killed_leaves_its_sealed_blocks(daemon, wait_until):
-    one = daemon(memory="64MiB")
-    client, process = one.connect(), owner(one)
+    kvstored = daemon(memory="64MiB")
+    client, process = kvstored.connect(), owner(kvstored)
     assert process.stdout.readline() == "['sealed']\n"
     assert process.stdout.readline() == "['open']\n"
     blocks = client.get([key(1)])
@@ -278,14 +278,14 @@ def test_an_owner_that_is_killed_leaves_its_sealed_blocks(daemon, wait_until):
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_daemon_that_restarts(daemon, kill):
     """The pool is adopted with the region in it: what was sealed is there, and the owner goes on."""
-    one = daemon(memory="64MiB")
-    client = one.connect()
+    kvstored = daemon(memory="64MiB")
+    client = kvstored.connect()
     layout = client.register_layout(BLOB)
     with client.register_region(4 << 20) as region:
         region.array[:] = noise(8, region.length)
         assert region.register([key(1)], layout, places())[0].word == "sealed"
         before = told(region, places()[0])
-        one.restart(kill=kill)
+        kvstored.restart(kill=kill)
         assert held(client, key(1)) == before
         assert told(region, places()[0]) == before  # nobody took the region's memory
         assert region.register([key(2)], layout, places())[0].word == "sealed"
@@ -312,15 +312,15 @@ def test_every_door_finds_them(daemon):
     from tests.conformance.c_door import CClient
     from tests.conformance.grpc_door import GrpcClient
 
-    one = daemon(memory="64MiB")
-    client = one.connect()
+    kvstored = daemon(memory="64MiB")
+    client = kvstored.connect()
     layout = client.register_layout(BLOB)
     with client.register_region(1 << 20) as region:
         region.array[:] = noise(9, region.length)
         assert region.register([key(1)], layout, places())[0].word == "sealed"
         before = told(region, places()[0])
-    assert held(one.connect(door="socket"), key(1)) == before
-    for door in (CClient(str(one.dir)), GrpcClient(str(one.dir / "grpc.sock"))):
+    assert held(kvstored.connect(door="socket"), key(1)) == before
+    for door in (CClient(str(kvstored.dir)), GrpcClient(str(kvstored.dir / "grpc.sock"))):
         assert list(door.lookup([key(1)]).states) == [2]
 
 

@@ -30,15 +30,15 @@ PAGE = 4096
 
 @pytest.fixture
 def started(daemon, integrity):
-    one = daemon(memory="64MiB")
-    yield one
-    integrity(one)
+    kvstored = daemon(memory="64MiB")
+    yield kvstored
+    integrity(kvstored)
 
 
 @pytest.fixture
 def client(started):
-    with started.connect() as one:
-        yield one
+    with started.connect() as opened:
+        yield opened
 
 
 def test_a_block_is_sealed_where_it_lies(client):
@@ -47,7 +47,7 @@ def test_a_block_is_sealed_where_it_lies(client):
         assert region.block_bytes(layout) == SLOT
         region.array[:] = noise(1, region.length)
         place = region.buffers_at(layout, [2 * SLOT, 5 * SLOT], parts=2)
-        expected = [told(region, one) for one in place]
+        expected = [told(region, block) for block in place]
         used = client.stats()["used_bytes"]
         answers = region.register([key(1), key(2)], layout, place, in_place=True)
         assert [(a.word, a.in_place) for a in answers] == [("sealed", True)] * 2
@@ -97,8 +97,8 @@ def test_what_lies_otherwise_is_copied_and_says_why(client):
 
 
 def test_memory_that_is_read_is_not_given_back(daemon):
-    one = daemon(memory="64MiB")
-    client, reader = one.connect(), one.connect()
+    kvstored = daemon(memory="64MiB")
+    client, reader = kvstored.connect(), kvstored.connect()
     layout = client.register_layout(BLOB)
     region = client.register_region(4 * SLOT)
     region.array[:] = noise(3, region.length)
@@ -183,7 +183,7 @@ def test_against_a_model_of_the_allocator(started, client, door, data):
                     assert held(client, name) == layers
                 memory[start:stop] = region.array[start:stop]
             assert (region.array == memory).all()
-        for blocks in [one for held_on in readers.values() for one in held_on]:
+        for blocks in [held for held_on in readers.values() for held in held_on]:
             blocks.release()
         assert set(region.give_back(list(sealed))) <= {"taken"}
 
@@ -203,10 +203,10 @@ for line in sys.stdin:
 
 
 def test_an_owner_that_is_killed_leaves_what_is_sealed(daemon, wait_until):
-    one = daemon(memory="64MiB")
-    client = one.connect()
+    kvstored = daemon(memory="64MiB")
+    client = kvstored.connect()
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(one.dir)],
+        [sys.executable, "-c", OWNER, str(kvstored.dir)],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout.readline() == "[True, True, True]\n"
@@ -229,15 +229,15 @@ def test_an_owner_that_is_killed_leaves_what_is_sealed(daemon, wait_until):
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_daemon_that_restarts_keeps_them(daemon, kill):
-    one = daemon(memory="64MiB")
-    client = one.connect()
+    kvstored = daemon(memory="64MiB")
+    client = kvstored.connect()
     layout = client.register_layout(BLOB)
     with client.register_region(8 * SLOT) as region:
         region.array[:] = noise(8, region.length)
         place = region.buffers_at(layout, [SLOT, 4 * SLOT])
         expected = [told(region, p) for p in place]
         assert all(a.in_place for a in region.register([key(1), key(2)], layout, place, in_place=True))
-        one.restart(kill=kill)
+        kvstored.restart(kill=kill)
         assert [held(client, key(k)) for k in (1, 2)] == expected
         third = region.buffers_at(layout, [6 * SLOT])
         (answer,) = region.register([key(3)], layout, third, in_place=True)
@@ -249,16 +249,16 @@ def test_a_daemon_that_restarts_keeps_them(daemon, kill):
 
 
 def test_an_empty_pool_after_a_fresh_start(daemon):
-    one = daemon(memory="64MiB")
-    client = one.connect()
+    kvstored = daemon(memory="64MiB")
+    client = kvstored.connect()
     layout = client.register_layout(BLOB)
     region = client.register_region(4 * SLOT)
     region.array[:] = noise(9, region.length)
     place = region.buffers_at(layout, [0])
     expected = told(region, place[0])
     assert region.register([key(1)], layout, place, in_place=True)[0].in_place
-    one.args.append("--fresh")
-    one.restart(kill=True)
+    kvstored.args.append("--fresh")
+    kvstored.restart(kill=True)
     assert list(client.lookup([key(1)]).states) == [0]
     (answer,) = region.register([key(2)], layout, region.buffers_at(layout, [SLOT]), in_place=True)
     assert (answer.word, answer.in_place) == ("sealed", False)
@@ -292,16 +292,16 @@ def test_every_door_and_the_disk_have_them(daemon, tmp_path, wait_until):
     from tests.conformance.c_door import CClient
     from tests.conformance.grpc_door import GrpcClient
 
-    one = daemon("64MiB", ("--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"))
-    client = one.connect()
+    kvstored = daemon("64MiB", ("--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"))
+    client = kvstored.connect()
     layout = client.register_layout(BLOB)
     with client.register_region(4 * SLOT) as region:
         region.array[:] = noise(9, region.length)
         place = region.buffers_at(layout, [SLOT])
         before = told(region, place[0])
         assert region.register([key(1)], layout, place, in_place=True, priority=100)[0].in_place
-        assert held(one.connect(door="socket"), key(1)) == before
-        for door in (CClient(str(one.dir)), GrpcClient(str(one.dir / "grpc.sock"))):
+        assert held(kvstored.connect(door="socket"), key(1)) == before
+        for door in (CClient(str(kvstored.dir)), GrpcClient(str(kvstored.dir / "grpc.sock"))):
             assert list(door.lookup([key(1)]).states) == [2]
         wait_until(lambda: client.stats()["disk_files"] == 1, "it is written to disk")
         assert region.give_back([key(1)]) == ["taken"]
@@ -312,13 +312,13 @@ def test_every_door_and_the_disk_have_them(daemon, tmp_path, wait_until):
 
 
 def test_drained_it_seals_nothing_more(daemon):
-    one = daemon(memory="64MiB")
-    client = one.connect()
+    kvstored = daemon(memory="64MiB")
+    client = kvstored.connect()
     layout = client.register_layout(BLOB)
     with client.register_region(4 * SLOT) as region:
         place = region.buffers_at(layout, [0, SLOT])
         assert region.register([key(1)], layout, place[:1], in_place=True)[0].in_place
-        drain = [sys.executable, "-m", "kvstored", "drain", "--wait-s", "0", "--dir", str(one.dir)]
+        drain = [sys.executable, "-m", "kvstored", "drain", "--wait-s", "0", "--dir", str(kvstored.dir)]
         subprocess.run(drain, cwd=ROOT, check=False, capture_output=True)
         (answer,) = region.register([key(2)], layout, place[1:], in_place=True)
         assert answer.word == "no_space"

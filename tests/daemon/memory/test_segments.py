@@ -25,25 +25,25 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def stopped(daemon):
     """A daemon that held one block and has ended."""
-    one = daemon(memory="64MiB")
-    with Calls(one.dir) as calls:
+    kvstored = daemon(memory="64MiB")
+    with Calls(kvstored.dir) as calls:
         calls.put("a")
-    one.stop()
-    return one
+    kvstored.stop()
+    return kvstored
 
 
-def state_of(one):
-    return json.loads((one.dir / "state.json").read_text())
+def state_of(kvstored):
+    return json.loads((kvstored.dir / "state.json").read_text())
 
 
-def segment(one, role):
-    return Path("/dev/shm") / f"{state_of(one)['pools']['default']['prefix']}.{role}"
+def segment(kvstored, role):
+    return Path("/dev/shm") / f"{state_of(kvstored)['pools']['default']['prefix']}.{role}"
 
 
-def served(one):
+def served(kvstored):
     """Whether the block is there after a start; the daemon must work either way."""
-    one.start()
-    with Calls(one.dir) as calls:
+    kvstored.start()
+    with Calls(kvstored.dir) as calls:
         there = calls.states("a") == [2]
         calls.put("new")
         stats = calls.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S).namespaces[0]
@@ -187,13 +187,13 @@ def test_a_daemon_that_died_while_making_its_segments_leaves_none(stopped):
 
 
 def test_namespaces_are_apart(daemon):
-    one = daemon(memory="64MiB", args=("--namespaces", "default=0.5,batch=0.5"))
-    with Calls(one.dir) as default, Calls(one.dir, namespace="batch") as batch:
+    kvstored = daemon(memory="64MiB", args=("--namespaces", "default=0.5,batch=0.5"))
+    with Calls(kvstored.dir) as default, Calls(kvstored.dir, namespace="batch") as batch:
         default.put("a")
         assert batch.states("a") == [0] and default.states("a") == [2]
         batch.put("a", "b")
-    one.restart()
-    with Calls(one.dir) as default, Calls(one.dir, namespace="batch") as batch:
+    kvstored.restart()
+    with Calls(kvstored.dir) as default, Calls(kvstored.dir, namespace="batch") as batch:
         assert default.states("a", "b") == [2, 0] and batch.states("a", "b") == [2, 2]
 
 
@@ -209,17 +209,17 @@ def memory_dir():
 
 
 def test_the_pool_may_lie_in_a_directory(daemon, memory_dir):
-    one = daemon(memory="64MiB", args=("--pool-dir", str(memory_dir)))
-    with Calls(one.dir) as calls:
+    kvstored = daemon(memory="64MiB", args=("--pool-dir", str(memory_dir)))
+    with Calls(kvstored.dir) as calls:
         calls.put("a")
     assert {path.suffix for path in memory_dir.iterdir()} == {".pool", ".table", ".progress"}
     assert {path.stat().st_mode & 0o777 for path in memory_dir.iterdir()} == {0o600}
-    one.restart(kill=True)
-    with Calls(one.dir) as calls:
+    kvstored.restart(kill=True)
+    with Calls(kvstored.dir) as calls:
         assert calls.states("a") == [2]
-    one.args.append("--discard")
-    one.restart()
-    one.stop()
+    kvstored.args.append("--discard")
+    kvstored.restart()
+    kvstored.stop()
     assert list(memory_dir.iterdir()) == []
 
 

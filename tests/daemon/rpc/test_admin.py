@@ -80,7 +80,7 @@ def test_draining_refuses_new_blocks_and_waits_for_writers(calls):
     lease = calls.create([key("a")]).lease.id
     answer = calls.drain(True, wait_ms=50)
     assert answer.draining and answer.unsealed == 1
-    assert [one.status for one in calls.create([key("b")]).results] == [NO_SPACE]
+    assert [result.status for result in calls.create([key("b")]).results] == [NO_SPACE]
     sealer = threading.Timer(0.1, lambda: calls.seal(lease, zero_rest=True))
     sealer.start()
     answer = calls.drain(True, wait_ms=15_000)
@@ -102,7 +102,7 @@ def test_a_scrub_finds_and_drops_what_is_corrupt(calls):
     assert second.read_bytes == 3 * BLOCK_BYTES
     assert calls.states("a", "b", "c") == [2, 0, 2]
     assert calls.stats()["corrupt"] == 1
-    event = next(one for one in with_event if one.kind == admin_pb2.EventsResponse.KIND_CORRUPTION)
+    event = next(event for event in with_event if event.kind == admin_pb2.EventsResponse.KIND_CORRUPTION)
     assert dict(event.counts) == {"corrupt": 1}
 
 
@@ -121,7 +121,8 @@ def test_stats_add_up(calls):
 
 
 def test_config_is_what_the_daemon_runs_with(calls):
-    entries = {one.name: one for one in calls.admin.Config(admin_pb2.ConfigRequest(), timeout=CALL_S).entries}
+    config = calls.admin.Config(admin_pb2.ConfigRequest(), timeout=CALL_S)
+    entries = {entry.name: entry for entry in config.entries}
     assert (entries["memory"].value, entries["memory"].source, entries["memory"].unit) == (
         "64MiB",
         "flag",
@@ -151,13 +152,13 @@ def test_events_tell_what_happens(calls):
         (kinds.KIND_RECOVERED, "draining"), (kinds.KIND_DRAIN, "off"),
     ]  # fmt: skip
     calls.create([key("late")], lease_ttl_ms=50)
-    event = next(one for one in stream if one.kind == kinds.KIND_LEASE_EXPIRED)
+    event = next(event for event in stream if event.kind == kinds.KIND_LEASE_EXPIRED)
     assert dict(event.counts) == {"aborted": 1}
 
 
 def test_subscribers_are_bounded(daemon):
-    one = daemon(memory="64MiB", args=("--max-subscribers", "1"))
-    with Calls(one.dir) as calls:
+    kvstored = daemon(memory="64MiB", args=("--max-subscribers", "1"))
+    with Calls(kvstored.dir) as calls:
         first = calls.admin.Events(admin_pb2.EventsRequest(), timeout=CALL_S)
         next(first)
         refused(
@@ -203,11 +204,11 @@ def test_reflection_lists_the_services_and_their_files(calls):
 
 
 def test_a_harmed_namespace_says_so_and_the_others_are_served(daemon):
-    one = daemon(memory="64MiB", args=("--namespaces", "harmed=0.5,other=0.5"))
-    with Calls(one.dir, namespace="harmed") as harmed, Calls(one.dir, namespace="other") as other:
+    kvstored = daemon(memory="64MiB", args=("--namespaces", "harmed=0.5,other=0.5"))
+    with Calls(kvstored.dir, namespace="harmed") as harmed, Calls(kvstored.dir, namespace="other") as other:
         harmed.put("a")
         other.put("a")
-        prefixes = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (one.dir / "state.json").read_text()))
+        prefixes = set(re.findall(r"kvstored-[0-9a-f]+-\d+", (kvstored.dir / "state.json").read_text()))
         (prefix,) = (name for name in prefixes if name.endswith("-0"))
         events = other.admin.Events(admin_pb2.EventsRequest(), timeout=CALL_S)
         next(events)
@@ -219,7 +220,7 @@ def test_a_harmed_namespace_says_so_and_the_others_are_served(daemon):
         other.put("b")
         assert other.get("a", "b") == [content("a"), content("b")]
         reply = other.admin.Stats(admin_pb2.StatsRequest(), timeout=CALL_S)
-        found = {one.namespace: (one.counters["fenced"], one.problem) for one in reply.namespaces}
+        found = {row.namespace: (row.counters["fenced"], row.problem) for row in reply.namespaces}
         assert (
             found["other"] == (0, "") and found["harmed"][0] == 1 and found["harmed"][1].startswith("fenced")
         )
@@ -228,4 +229,4 @@ def test_a_harmed_namespace_says_so_and_the_others_are_served(daemon):
         assert not other.drain(True).unsealed
         event = next(event for event in events if event.kind == admin_pb2.EventsResponse.KIND_PROBLEM)
         assert event.namespace == "harmed" and "truncated" in event.text
-        assert one.log().count(" error namespace_problem namespace=harmed ") == 1
+        assert kvstored.log().count(" error namespace_problem namespace=harmed ") == 1

@@ -29,14 +29,14 @@ def begin(calls, method, messages, **options):
 )
 def test_a_call_whose_message_never_comes_is_counted(daemon, method):
     """Of 60 as many stay as max_calls allows; gRPC's own bound lets about half of the others stay too."""
-    one = daemon(memory="16MiB", args=("--max-calls", "8"))
+    kvstored = daemon(memory="16MiB", args=("--max-calls", "8"))
     over = threading.Event()
 
     def silent():
         over.wait()
         yield from ()
 
-    with Calls(one.dir) as calls:
+    with Calls(kvstored.dir) as calls:
         held = [begin(calls, method, silent()) for _ in range(60)]
         eventually(lambda: sum(call.done() for call in held) == 52, "8 stay", timeout_s=20)
         for call in held:
@@ -56,7 +56,7 @@ def test_a_call_whose_message_never_comes_is_counted(daemon, method):
                 return False
 
         eventually(served, "their places are free again", timeout_s=20)
-    assert "Traceback" not in one.log() and "call_failed" not in one.log()
+    assert "Traceback" not in kvstored.log() and "call_failed" not in kvstored.log()
 
 
 @pytest.mark.parametrize("method", ["/kvstored.v1.Store/Lookup", "/kvstored.v1.Store/Get", HEALTH + "/Watch"])

@@ -102,8 +102,8 @@ def test_of_two_writers_one_is_granted_and_neither_batch_fails(calls):
     calls.put("there")
     first = calls.create([key("x"), key("there")])
     second = calls.create([key("there"), key("x"), key("y"), key("y")])
-    assert [one.status for one in first.results] == [GRANTED, EXISTS]
-    assert [one.status for one in second.results] == [EXISTS, PENDING, GRANTED, PENDING]
+    assert [result.status for result in first.results] == [GRANTED, EXISTS]
+    assert [result.status for result in second.results] == [EXISTS, PENDING, GRANTED, PENDING]
     assert first.lease.id != second.lease.id
     none = calls.create([key("there")])
     assert none.lease.id == 0
@@ -116,7 +116,7 @@ def test_abort_and_seal_answer_per_block(calls):
     assert calls.seal(lease, (key("a"), key("unknown"), key("a"))) == [OK, NOT_HELD, OK]
     request = store_pb2.AbortRequest(lease_id=lease, keys=[key("b"), key("a")])
     ended = calls.store.Abort(request, timeout=CALL_S).results
-    assert [one.status for one in ended] == [OK, NOT_HELD]
+    assert [result.status for result in ended] == [OK, NOT_HELD]
     assert calls.states("a", "b", "c") == [2, 0, 1]
     assert calls.seal(lease) == [OK]
     refused(lambda: calls.seal(lease), UNKNOWN, "lease")
@@ -182,7 +182,7 @@ def test_many_more_blocks_than_the_pool_holds(calls):
 def test_a_pool_full_of_unsealed_blocks_answers_no_space_per_block(calls):
     layout_id = calls.layout(layers=8, tokens=128, per_token=16384)  # 16 MiB
     created = calls.create([key(number) for number in range(8)], layout_id=layout_id)
-    statuses = [one.status for one in created.results]
+    statuses = [result.status for result in created.results]
     assert GRANTED in statuses and NO_SPACE in statuses
     calls.store.Abort(store_pb2.AbortRequest(lease_id=created.lease.id), timeout=CALL_S)
     assert calls.stats()["used_bytes"] == 0
@@ -218,7 +218,7 @@ def test_a_message_holds_1024_keys_and_no_more(calls):
     refused(lambda: calls.create(keys), INVALID, "1025", "1024")
     assert calls.stats()["blocks"] == calls.stats()["unsealed"] == 0
     created = calls.create(keys[:1024])
-    assert {one.status for one in created.results} == {GRANTED}
+    assert {result.status for result in created.results} == {GRANTED}
     assert calls.seal(created.lease.id, zero_rest=True) == [OK] * 1024
     assert calls.store.Delete(store_pb2.DeleteRequest(keys=keys[:1024]), timeout=CALL_S).count == 1024
 
@@ -284,8 +284,8 @@ def test_a_message_over_the_limit_is_refused_and_the_daemon_goes_on(calls):
 
 
 def test_leases_are_bounded(daemon):
-    one = daemon(memory="64MiB", args=("--max-leases", "2"))
-    with Calls(one.dir) as calls:
+    kvstored = daemon(memory="64MiB", args=("--max-leases", "2"))
+    with Calls(kvstored.dir) as calls:
         leases = [calls.create([key(number)]).lease.id for number in range(2)]
         refused(
             lambda: calls.create([key("x")]), grpc.StatusCode.RESOURCE_EXHAUSTED, "limit is 2", "max_leases"
@@ -299,7 +299,7 @@ def test_layouts_are_registered_once(calls):
     first, second = calls.layout(), calls.layout(layers=5)
     assert calls.layout() == first != second
     found = calls.store.ListLayouts(store_pb2.ListLayoutsRequest(), timeout=CALL_S).layouts
-    assert [(one.id, one.num_layers, one.block_tokens) for one in found] == [
+    assert [(layout.id, layout.num_layers, layout.block_tokens) for layout in found] == [
         (first, 4, TOKENS),
         (second, 5, TOKENS),
     ]
@@ -330,13 +330,13 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(calls):
 
 def test_calls_in_progress_are_bounded(daemon):
     """The call over max_calls is refused at once, and nobody already served is hurt."""
-    one = daemon(memory="64MiB", args=("--max-calls", "8", "--drain-timeout-s", "10"))
-    with Calls(one.dir) as calls:
+    kvstored = daemon(memory="64MiB", args=("--max-calls", "8", "--drain-timeout-s", "10"))
+    with Calls(kvstored.dir) as calls:
         streams = [calls.admin.Events(admin_pb2.EventsRequest(), timeout=CALL_S) for _ in range(8)]
         for stream in streams:
             next(stream)
         refused(lambda: calls.states("a"), grpc.StatusCode.RESOURCE_EXHAUSTED)
-        one.stop()
+        kvstored.stop()
         assert [[event.kind for event in stream] for stream in streams] == [
             [admin_pb2.EventsResponse.KIND_STOPPING]
         ] * 8

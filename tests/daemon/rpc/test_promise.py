@@ -40,11 +40,11 @@ SHAPE = (2, HEADS, TOKENS, DIM)
 def two_clients(request, daemon):
     if request.param == "daemon":
         started = daemon(memory="16MiB")
-        with started.connect() as one, started.connect() as other:
-            yield one, other
+        with started.connect() as first, started.connect() as second:
+            yield first, second
     else:
-        with kvclient.InMemoryClient(16 << 20) as one, one.another() as other:
-            yield one, other
+        with kvclient.InMemoryClient(16 << 20) as first, first.another() as second:
+            yield first, second
 
 
 def defaults(call) -> dict[str, object]:
@@ -120,7 +120,7 @@ def test_the_promised_lines(two_clients, dtype):
 
 def test_the_readmes_program_runs_as_it_stands(daemon, tmp_path):
     examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    (example,) = [one for one in examples if "register_layout" in one]
+    (example,) = [code for code in examples if "register_layout" in code]
     program = tmp_path / "example.py"
     program.write_text(example)
     started = daemon(memory="64MiB")

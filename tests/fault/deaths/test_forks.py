@@ -105,8 +105,8 @@ def test_inherited_views_stay_readable_while_the_child_lives(started, client, la
     put(client, keys, big, BIG)
 
     def parent(steps: Steps) -> None:
-        own = started.connect()
-        blocks = own.get(keys)
+        inherited = started.connect()
+        blocks = inherited.get(keys)
         pid = os.fork()
         if pid == 0:
             steps.reached("child reads")
@@ -138,8 +138,8 @@ def test_memory_a_child_can_write_is_not_handed_out(started, client, layouts, fo
     lost, mine = new_keys(2), new_keys(8)
 
     def parent(steps: Steps) -> None:
-        own = started.connect()
-        writer = own.create(lost, big)
+        inherited = started.connect()
+        writer = inherited.create(lost, big)
         views = [writer[index].view for index in range(2)]
         pid = os.fork()
         if pid == 0:
@@ -181,9 +181,9 @@ def test_a_program_it_started_keeps_nothing(started, client, layouts, fork, noth
 
     def parent(steps: Steps) -> None:
         os.close(end)
-        own = started.connect()
-        blocks = own.get(kept)
-        writer = own.create(lost, big)
+        inherited = started.connect()
+        blocks = inherited.get(kept)
+        writer = inherited.create(lost, big)
         program = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=until)
         steps.reached(f"started {program.pid}")
         assert blocks and writer
@@ -260,7 +260,7 @@ def test_forks_while_threads_are_inside(started, client, layouts, fork, nothing_
     failures = []
 
     def busy(part: int) -> None:
-        own = keys[4 * part : 4 * part + 4]
+        part_keys = keys[4 * part : 4 * part + 4]
         try:
             while not stop.is_set():
                 with client.get(keys) as blocks:
@@ -268,8 +268,8 @@ def test_forks_while_threads_are_inside(started, client, layouts, fork, nothing_
                         if block is not None:
                             check(block)
                 del block, blocks
-                client.delete(own)
-                put(client, own, small)
+                client.delete(part_keys)
+                put(client, part_keys, small)
         except BaseException as error:
             failures.append(error)
 

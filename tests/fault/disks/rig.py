@@ -128,7 +128,7 @@ class DiskRig:
 
     def states(self) -> set[str]:
         """The degraded states that hold."""
-        return {one.state for one in self._stats().degraded}
+        return {problem.state for problem in self._stats().degraded}
 
     def flush(self) -> None:
         self._admin("Flush")
@@ -171,7 +171,7 @@ class DiskRig:
     def open_files(self) -> list[str]:
         """Descriptors of the daemon below the directory that are not its locks."""
         found = descriptors(self.daemon.pid)
-        return [one for one in found if str(self.directory) in one and (".kv" in one or ".tmp" in one)]
+        return [file for file in found if str(self.directory) in file and (".kv" in file or ".tmp" in file)]
 
     # ------------------------------------------------------------ what must hold
 

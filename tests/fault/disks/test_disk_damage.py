@@ -86,7 +86,7 @@ MOST_GROWTH = 512 << 20
 
 def address_space_peak(pid: int) -> int:
     """The most that ever was mapped: also what was given back at once, or never touched."""
-    (line,) = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmPeak" in one]
+    (line,) = [row for row in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmPeak" in row]
     return int(line.split()[1]) << 10
 
 

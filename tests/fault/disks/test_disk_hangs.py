@@ -68,8 +68,8 @@ def test_a_daemon_ends_beside_a_disk_that_hangs(hung, when):
 
 
 def test_a_directory_that_hangs_at_the_start_holds_up_no_other(rig, tmp_path, integrity):
-    one, other = tmp_path / "one", tmp_path / "other"
-    kv = rig(directory=one, args=("--disk", f"{one},{other}"))
+    hanging, other = tmp_path / "one", tmp_path / "other"
+    kv = rig(directory=hanging, args=("--disk", f"{hanging},{other}"))
     keys = kv.put_on_disk(24)
     kv.evict()
     kv.daemon.stop()
@@ -80,10 +80,10 @@ def test_a_directory_that_hangs_at_the_start_holds_up_no_other(rig, tmp_path, in
     there = [key for key in keys if lies_in_other(key)]
     here = [key for key in keys if key not in there]
     assert min(len(there), len(here)) >= 3
-    with unanswered(one / "default"):
+    with unanswered(hanging / "default"):
         kv.restart()
         eventually(lambda: kv.states() == {"disk_failed"}, "it is named")
-        assert f"{one}/default does not answer" in kv.daemon.log()
+        assert f"{hanging}/default does not answer" in kv.daemon.log()
         assert f"{other}/default does not answer" not in kv.daemon.log()
         assert all(kv.load(there)), "what lies in the other comes"
         assert kv.load(here[:1], wait_s=0) == [False]

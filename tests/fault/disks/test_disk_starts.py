@@ -60,7 +60,7 @@ def test_killed_at_many_moments_of_the_start(rig, integrity):
 def test_what_is_not_known_of_a_file_is_not_listed_as_a_number(rig, capsys):
     """Found by its name alone: `ls` told 0 tokens, 0 bytes and layout 255."""
     kv = rig()
-    (one,) = kv.put_on_disk(1)
+    (written,) = kv.put_on_disk(1)
     kv.restart(memory_too=True)
 
     def listed():
@@ -68,10 +68,10 @@ def test_what_is_not_known_of_a_file_is_not_listed_as_a_number(rig, capsys):
         (block,) = json.loads(capsys.readouterr().out)
         return [block[name] for name in ("key", "token_count", "layout_id", "length_bytes", "created_ms")]
 
-    assert listed() == [one.hex(), None, None, None, None]
+    assert listed() == [written.hex(), None, None, None, None]
     assert main(["ls", "--dir", str(kv.daemon.dir)]) == Exit.DONE
-    assert "255" not in capsys.readouterr().out.replace(one.hex(), "")
-    assert kv.load([one]) == [True]
+    assert "255" not in capsys.readouterr().out.replace(written.hex(), "")
+    assert kv.load([written]) == [True]
     _, tokens, _, length, _ = listed()
     assert tokens == 32 and length > 0
 

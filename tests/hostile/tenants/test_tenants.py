@@ -42,9 +42,9 @@ def tenants(daemon):
 def with_disk(daemon, tmp_path):
     """What is sealed is written to disk at once."""
     disk = ("--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
-    one = daemon(memory="16MiB", args=("--namespaces", LISTS, *disk))
-    one.disk = tmp_path / "disk"
-    return one
+    kvstored = daemon(memory="16MiB", args=("--namespaces", LISTS, *disk))
+    kvstored.disk = tmp_path / "disk"
+    return kvstored
 
 
 def put(client, keys):
@@ -302,8 +302,8 @@ def test_a_stranger_is_told_the_same_whatever_it_asks(tenants, fork):
                 said.add(session.receive())
                 with pytest.raises(Dropped):
                     session.receive()
-        (one,) = said
-        assert one[:3] == (raw.ATTACH, NOT_PERMITTED, 0) and not session.fds
+        (told,) = said
+        assert told[:3] == (raw.ATTACH, NOT_PERMITTED, 0) and not session.fds
 
     tenants.connect().close()
     fork(as_user(STRANGER, work)).finish()
@@ -332,7 +332,7 @@ def test_one_user_cannot_use_up_the_sessions(daemon, fork):
 
     def work(steps) -> None:
         held = [RawSession(crowded.socket_path) for _ in range(4)]
-        assert [one.attach()[0] for one in held] == [0] * 4
+        assert [session.attach()[0] for session in held] == [0] * 4
         for _ in range(20):
             with contextlib.suppress(Dropped, OSError), RawSession(crowded.socket_path) as more:
                 status, why = more.ask(request(raw.ATTACH, 1, raw.attach_body()))
@@ -363,8 +363,8 @@ def test_several_users_cannot_shut_out_the_owner(daemon, fork):
             held = []
             for _ in range(50):
                 with contextlib.suppress(Dropped, OSError):
-                    one = RawSession(crowded.socket_path)
-                    held += [one] if one.attach()[0] == 0 else []
+                    session = RawSession(crowded.socket_path)
+                    held += [session] if session.attach()[0] == 0 else []
             assert len(held) == most
             steps.reached("full")
 
@@ -375,12 +375,12 @@ def test_several_users_cannot_shut_out_the_owner(daemon, fork):
         fork(as_user(WRITER, hold(4), gid=WRITERS)),
         fork(as_user(OTHER, hold(3), gid=WRITERS)),
     ]
-    for one in greedy:
-        one.run_to("full")
+    for child in greedy:
+        child.run_to("full")
     crowded.connect().close()
-    for one in greedy:
-        one.go_on()
-        one.finish()
+    for child in greedy:
+        child.go_on()
+        child.finish()
 
 
 def test_a_session_of_another_user_is_resumed_only_with_its_token(tenants, fork):

@@ -37,8 +37,8 @@ PINS_HIGH_OFFSET, ALLOWANCE_OFFSET = 56, 4200
 def test_one_user_pins_its_part_of_a_namespace(daemon, fork):
     """A reader holds a quarter, gets it again after it let go, and two of them share it; one that writes
     every word of its page by hand holds no more. No create of a writer is refused for it."""
-    one = daemon("64MiB", ("--namespaces", f"default:writers={WRITER}:readers={OTHER}"))
-    owner = one.connect()
+    kvstored = daemon("64MiB", ("--namespaces", f"default:writers={WRITER}:readers={OTHER}"))
+    owner = kvstored.connect()
     layout = owner.register_layout(BIG.to_blob())
 
     def put(count: int) -> list[bytes]:
@@ -59,7 +59,7 @@ def test_one_user_pins_its_part_of_a_namespace(daemon, fork):
         return blocks, count
 
     def read(steps) -> None:
-        first, second = (one.connect(read_only=True) for _ in range(2))
+        first, second = (kvstored.connect(read_only=True) for _ in range(2))
         blocks, count = held(first)
         assert 8 <= count <= 16
         with pytest.raises(PinsExhausted, match="a part of the namespace"):
@@ -73,7 +73,7 @@ def test_one_user_pins_its_part_of_a_namespace(daemon, fork):
         check(blocks[0], BIG.num_layers)
 
     def attack(steps) -> None:
-        sessions = [RawSession(one.socket_path) for _ in range(8)]
+        sessions = [RawSession(kvstored.socket_path) for _ in range(8)]
         for session in sessions:
             assert session.attach(read_only=1, max_pins=4096)[0] == 0
             session.ask(raw.request(raw.ALLOW_PINS, 1, struct.pack("<II", 4096, 1)))
@@ -103,18 +103,18 @@ def test_one_user_pins_its_part_of_a_namespace(daemon, fork):
 def test_one_user_holds_half_of_the_calls(daemon, fork, method):
     """Calls whose messages never come, be they to be many or one: another user is served beside them, and who
     shows no token holds none."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-calls", "8"))
+    kvstored = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-calls", "8"))
 
     def hold(steps) -> None:
-        client, over = one.connect(), threading.Event()
+        client, over = kvstored.connect(), threading.Event()
 
         def silent():
             over.wait()
             yield from ()
 
         for guest, most, code, text in (
-            (Guest(one, client), 4, Code.RESOURCE_EXHAUSTED, "this user has 4 of 8, the most: "),
-            (Guest(one, None), 0, Code.UNAUTHENTICATED, NO_TOKEN),
+            (Guest(kvstored, client), 4, Code.RESOURCE_EXHAUSTED, "this user has 4 of 8, the most: "),
+            (Guest(kvstored, None), 0, Code.UNAUTHENTICATED, NO_TOKEN),
         ):
             start = guest.channel.stream_unary(f"/kvstored.v1.Store/{method}")
             calls = [start.future(silent(), metadata=guest.metadata()) for _ in range(10)]
@@ -128,7 +128,7 @@ def test_one_user_holds_half_of_the_calls(daemon, fork, method):
         over.set()
 
     def work(_steps) -> None:
-        guest = Guest(one, one.connect())
+        guest = Guest(kvstored, kvstored.connect())
         lookup = store_pb2.LookupRequest(keys=new_keys(1))
         eventually(lambda: guest.ask(guest.store.Lookup, lookup)[0] is Code.OK, "another user is served")
 
@@ -143,7 +143,7 @@ def test_one_user_holds_half_of_the_calls(daemon, fork, method):
 def test_one_user_holds_half_of_the_leases_the_followers_and_the_waits(daemon, fork, what):
     """A writer opens leases, or follows or waits for its own unsealed block, until it is refused, by its
     share. Another user still gets its own."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-leases", "8"))
+    kvstored = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-leases", "8"))
     most = {"leases": 4, "followers": MAX_FOLLOWERS // 2, "waits": MAX_WAITS // 2}[what]
 
     def create(guest: Guest) -> tuple:
@@ -160,7 +160,7 @@ def test_one_user_holds_half_of_the_leases_the_followers_and_the_waits(daemon, f
         return guest.store.Get(store_pb2.GetRequest(keys=[key], wait_ms=wait_ms), metadata=guest.metadata())
 
     def hold(steps) -> None:
-        guest = Guest(one, one.connect())
+        guest = Guest(kvstored, kvstored.connect())
         code, text, key = create(guest)
         assert code is Code.OK, text
         if what == "leases":
@@ -169,7 +169,7 @@ def test_one_user_holds_half_of_the_leases_the_followers_and_the_waits(daemon, f
             code, text, _ = create(guest)
         elif what == "waits":
             held = [wait(guest, key, 60_000) for _ in range(most)]
-            other = Guest(one, guest.client)  # a connection has fewer calls than that
+            other = Guest(kvstored, guest.client)  # a connection has fewer calls than that
             held += [wait(other, key, 60_000) for _ in range(3)]
             eventually(lambda: sum(call.done() for call in held) == 3, "all but its share are refused", 20)
             code, text = next((call.code(), call.details()) for call in held if call.done())
@@ -183,7 +183,7 @@ def test_one_user_holds_half_of_the_leases_the_followers_and_the_waits(daemon, f
         steps.reached("held")
 
     def work(_steps) -> None:
-        guest = Guest(one, one.connect())
+        guest = Guest(kvstored, kvstored.connect())
         code, text, key = create(guest)
         assert code is Code.OK, text
         if what == "followers":
@@ -200,13 +200,13 @@ def test_one_user_holds_half_of_the_leases_the_followers_and_the_waits(daemon, f
 
 def test_errors_do_not_fill_a_connection_up(daemon, fork):
     """What a connection may have at a time is bounded: a call that has failed is none of it any more."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}", "--max-calls", "8"))
+    kvstored = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}", "--max-calls", "8"))
 
     def work(_steps) -> None:
-        client = one.connect()
+        client = kvstored.connect()
         for guest, code in (
-            (Guest(one, client), Code.NOT_FOUND),
-            (Guest(one, None), Code.UNAUTHENTICATED),
+            (Guest(kvstored, client), Code.NOT_FOUND),
+            (Guest(kvstored, None), Code.UNAUTHENTICATED),
         ):
             for method, request in (
                 (guest.store.Lookup, store_pb2.LookupRequest(namespace="none")),
@@ -225,7 +225,7 @@ def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
 def test_refusals_that_nobody_reads_are_bounded(daemon, fork):
     """Somebody without a token begins 9,000 calls on three connections and reads nothing: each is held until
     its refusal is read. 165 MB if a connection may have any number of them, 10 MB with the bound."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"))
+    kvstored = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"))
     lookup = (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -235,26 +235,26 @@ def test_refusals_that_nobody_reads_are_bounded(daemon, fork):
         (b"content-type", b"application/grpc"),
     )
     head = b"".join(b"\0" + bytes([len(n)]) + n + bytes([len(v)]) + v for n, v in lookup)
-    before = private_bytes(one.pid)
+    before = private_bytes(kvstored.pid)
 
     def begin(steps) -> None:
         held = [socket.socket(socket.AF_UNIX) for _ in range(3)]
         for wire in held:
-            wire.connect(str(one.dir / "guests.sock"))
+            wire.connect(str(kvstored.dir / "guests.sock"))
             wire.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
             for call in range(3000):
                 wire.sendall(frame(1, 4, 2 * call + 1, head))
         steps.reached("held")
 
     def work(_steps) -> None:
-        guest = Guest(one, one.connect())
+        guest = Guest(kvstored, kvstored.connect())
         for _ in range(20):
             assert guest.ask(guest.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
 
     stranger = fork(as_user(OTHER, begin))
     stranger.run_to("held")
     fork(as_user(WRITER, work)).finish()
-    assert private_bytes(one.pid) - before < GROWTH_BYTES
+    assert private_bytes(kvstored.pid) - before < GROWTH_BYTES
     stranger.go_on()
     stranger.finish()
 
@@ -264,10 +264,10 @@ def test_all_connections_together_hold_a_bounded_number_of_calls(daemon, max_ses
     """Also those that are refused and whose refusals nobody reads: 2 GB of 256 connections that may have 512
     calls each, 0.26 GB with the bound."""
     lists = ("--namespaces", f"default:writers={WRITER}")
-    one = daemon("8MiB", (*lists, "--max-sessions", str(max_sessions)))
+    kvstored = daemon("8MiB", (*lists, "--max-sessions", str(max_sessions)))
     with socket.socket(socket.AF_UNIX) as wire, contextlib.ExitStack() as closing:
         wire.settimeout(20)
-        wire.connect(str(one.dir / "guests.sock"))
+        wire.connect(str(kvstored.dir / "guests.sock"))
         wire.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
         said = closing.enter_context(wire.makefile("rb"))
         length, kind = int.from_bytes(said.read(3)), said.read(6)[0]
@@ -279,14 +279,14 @@ def test_all_connections_together_hold_a_bounded_number_of_calls(daemon, max_ses
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
 
 
-def knock(one, times: int):
+def knock(kvstored, times: int):
     """A child's work: so many connections that say hello and begin no call; announces how many stay open."""
 
     def work(steps) -> None:
         held = [socket.socket(socket.AF_UNIX) for _ in range(times)]
         for knocking in held:
             knocking.settimeout(20)
-            knocking.connect(str(one.dir / "guests.sock"))
+            knocking.connect(str(kvstored.dir / "guests.sock"))
         stay = 0
         for knocking in held:
             with contextlib.suppress(OSError):
@@ -297,9 +297,9 @@ def knock(one, times: int):
     return work
 
 
-def ask_once(one):
+def ask_once(kvstored):
     def work(_steps) -> None:
-        guest = Guest(one, one.connect())
+        guest = Guest(kvstored, kvstored.connect())
         lookup = store_pb2.LookupRequest(keys=new_keys(1))
         assert guest.ask(guest.store.Lookup, lookup)[:2] == (Code.OK, "")
 
@@ -310,49 +310,49 @@ def ask_once(one):
 def test_one_user_has_half_of_the_idle_connections_and_a_stranger_none(daemon, fork, who, has):
     """Connections on which nothing is called, many times as many as there may be: another user connects
     beside them, the owner notices nothing, and what they cost is bounded and given back."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-sessions", "16"))
-    owner = one.connect()
+    kvstored = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}", "--max-sessions", "16"))
+    owner = kvstored.connect()
 
     def descriptors() -> int:
-        return len(os.listdir(f"/proc/{one.pid}/fd"))
+        return len(os.listdir(f"/proc/{kvstored.pid}/fd"))
 
     before = descriptors()
-    knocking = fork(as_user(who, knock(one, 400)))
+    knocking = fork(as_user(who, knock(kvstored, 400)))
     assert knocking.next_step() == str(has)
     owner.touch(new_keys(1))
     assert descriptors() - before < 3 * has + 16
-    fork(as_user(OTHER, ask_once(one))).finish()
-    owners = Guest(one, None, "grpc.sock")
+    fork(as_user(OTHER, ask_once(kvstored))).finish()
+    owners = Guest(kvstored, None, "grpc.sock")
     assert owners.ask(owners.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
     knocking.go_on()
     knocking.finish()
     eventually(lambda: descriptors() - before < 16, "they are given back")
-    fork(as_user(who, knock(one, 8))).finish()
+    fork(as_user(who, knock(kvstored, 8))).finish()
 
 
 def test_idle_connections_leave_the_owner_descriptors(daemon, fork):
     """Where the limit on open files is far below what all sessions and connections could need, two users who
     hold all connections they get keep the owner from nothing."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"), start=False)
-    one.command = ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *one.command]
-    one.start()
-    holders = [fork(as_user(who, knock(one, 60))) for who in (WRITER, OTHER)]
+    kvstored = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"), start=False)
+    kvstored.command = ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *kvstored.command]
+    kvstored.start()
+    holders = [fork(as_user(who, knock(kvstored, 60))) for who in (WRITER, OTHER)]
     assert sum(int(holder.next_step()) for holder in holders) > 2
-    one.connect().touch(new_keys(1))
-    owners = Guest(one, None, "grpc.sock")
+    kvstored.connect().touch(new_keys(1))
+    owners = Guest(kvstored, None, "grpc.sock")
     assert owners.ask(owners.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
     for holder in holders:
         holder.go_on()
         holder.finish()
 
 
-def attach_many(one, times: int):
+def attach_many(kvstored, times: int):
     """A child's work: as many sessions as it gets; announces how many, and that the others were told why."""
 
     def work(steps) -> None:
         held, refused = [], 0
         for _ in range(times):
-            session = RawSession(one.socket_path)
+            session = RawSession(kvstored.socket_path)
             try:
                 status, why = session.attach()
             except Dropped:  # that the request was lost is told before the reason
@@ -369,14 +369,14 @@ def attach_many(one, times: int):
 def test_sessions_leave_the_owner_descriptors(daemon, fork):
     """max_sessions is 256, and there are descriptors for a dozen: two users who hold all they get are told
     that there is no room, and the owner is served by both doors."""
-    one = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"), start=False)
-    one.command = ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *one.command]
-    one.start()
-    holders = [fork(as_user(who, attach_many(one, 60))) for who in (WRITER, OTHER)]
+    kvstored = daemon("8MiB", ("--namespaces", f"default:writers={WRITER}+{OTHER}"), start=False)
+    kvstored.command = ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *kvstored.command]
+    kvstored.start()
+    holders = [fork(as_user(who, attach_many(kvstored, 60))) for who in (WRITER, OTHER)]
     assert 2 <= sum(int(holder.next_step()) for holder in holders) <= 16
-    with one.connect() as client:
+    with kvstored.connect() as client:
         client.touch(new_keys(1))
-    owners = Guest(one, None, "grpc.sock")
+    owners = Guest(kvstored, None, "grpc.sock")
     assert owners.ask(owners.store.Lookup, store_pb2.LookupRequest(keys=new_keys(1)))[0] is Code.OK
     for holder in holders:
         holder.go_on()
@@ -384,8 +384,8 @@ def test_sessions_leave_the_owner_descriptors(daemon, fork):
 
 
 def test_the_soft_limit_on_open_files_is_raised_as_far_as_sessions_need(daemon):
-    one = daemon("8MiB", (), start=False)
-    one.command = ["sh", "-c", 'ulimit -Sn 30; exec "$@"', "sh", *one.command]
-    one.start()
-    soft, hard = resource.prlimit(one.pid, resource.RLIMIT_NOFILE)
+    kvstored = daemon("8MiB", (), start=False)
+    kvstored.command = ["sh", "-c", 'ulimit -Sn 30; exec "$@"', "sh", *kvstored.command]
+    kvstored.start()
+    soft, hard = resource.prlimit(kvstored.pid, resource.RLIMIT_NOFILE)
     assert min(hard, 2 * 3 * 256) <= soft <= hard

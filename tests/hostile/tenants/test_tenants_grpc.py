@@ -111,14 +111,14 @@ def test_a_writer_writes_and_reads(tenants, fork):
             guest.store.Create, store_pb2.CreateRequest(keys=keys, layout_id=layout)
         )
         assert code is Code.OK, text
-        assert [one.status for one in created.results] == [2, 1], "one exists, one is granted"
+        assert [result.status for result in created.results] == [2, 1], "one exists, one is granted"
         lease = created.lease.id
         pieces = [store_pb2.WriteRequest(lease_id=lease, key=keys[1], data=b"guest")]
         assert guest.ask(guest.store.Write, iter(pieces))[0] is Code.OK
         whole = store_pb2.SealRequest(lease_id=lease, zero_rest=True)
         assert guest.ask(guest.store.Seal, whole)[0] is Code.OK
         code, _, messages = guest.ask(guest.store.Get, store_pb2.GetRequest(keys=keys))
-        assert [one.found for one in messages] == [True, True]
+        assert [message.found for message in messages] == [True, True]
         assert messages[1].data.startswith(b"guest")
 
     fork(as_user(WRITER, work)).finish()
@@ -136,7 +136,7 @@ def test_a_reader_reads(tenants, fork):
         for name, (code, text) in answers.items():
             assert code is (Code.PERMISSION_DENIED if name in guest.writing else Code.OK), (name, text)
         _, _, messages = guest.ask(guest.store.Get, store_pb2.GetRequest(keys=keys))
-        assert messages[0].found and sum(len(one.data) for one in messages) > 0
+        assert messages[0].found and sum(len(message.data) for message in messages) > 0
 
     fork(as_user(READER, work)).finish()
     assert owner.lookup(keys).resident == 1

@@ -38,16 +38,18 @@ def configured(daemon, tmp_path):
         )
 
     lists(writers=[FIRST])
-    one = daemon("8MiB", ("--config", str(file)))
-    one.lists, one.file = lists, file
-    one.connect().close()
-    return one
+    kvstored = daemon("8MiB", ("--config", str(file)))
+    kvstored.lists, kvstored.file = lists, file
+    kvstored.connect().close()
+    return kvstored
 
 
-def reaches(one, uid: int, fork, wanted: bool, read_only: bool = False, groups: tuple[int, ...] = ()) -> None:
+def reaches(
+    kvstored, uid: int, fork, wanted: bool, read_only: bool = False, groups: tuple[int, ...] = ()
+) -> None:
     def work(_steps) -> None:
         try:
-            one.connect(read_only=read_only).close()
+            kvstored.connect(read_only=read_only).close()
         except (NotPermitted, Unavailable):
             assert not wanted
         else:

@@ -79,7 +79,7 @@ def test_a_scrub_goes_through_all_whatever_the_background_has_seen(monkeypatch):
 
     found = asyncio.run(scenario())
     assert store.begun_at == [0, 1, 2]
-    assert [(one.verified, one.done) for one in found] == [(1, False), (2, False), (3, True)]
+    assert [(report.verified, report.done) for report in found] == [(1, False), (2, False), (3, True)]
 
 
 def test_a_watch_that_ends_by_itself_is_logged(monkeypatch):
