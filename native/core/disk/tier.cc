@@ -42,6 +42,7 @@ DiskTier::DiskTier(Store& store, Options options)
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       day_(static_cast<uint64_t>(::time(nullptr)) / kDayS),
+      listings_(options.directories.size()),
       index_(options.max_files),
       quota_bytes_(options.quota_bytes) {
   if (options.directories.empty() || options.directories.size() > 64)
@@ -92,8 +93,6 @@ void DiskTier::take_arrivals() {
     arrived.swap(arrivals_);
   }
   for (Arrival& arrival : arrived) take(std::move(arrival));
-  if (arrived.empty()) return;
-  stopping_.notify_all();
 }
 
 // The path stays: others read it meanwhile. What was deleted goes first, before anybody can find it.
@@ -113,10 +112,10 @@ void DiskTier::take(Arrival arrival) {
   flushed_s_ = std::max(flushed_s_.load(), arrival.flushed_s);
   if (arrival.written.day == day_.load()) written_today_ += place.written_today = arrival.written.bytes;
   {
-    std::lock_guard lock(mutex_);
-    uncounted_ = true;  // until it is listed: before the scanner can see it, who says when it has been
+    std::lock_guard lock(mutex_);  // who adds up sees it open and unlisted
     open_.fetch_or(uint64_t{1} << d, std::memory_order_release);
   }
+  listings_[d].thread = std::thread([this, d] { scan(d); });
   if (arrival.error != 0) went_wrong(d, -arrival.error, false, "reading what was deleted");
   if (place.at.problem) went_wrong(d, place.at.problem, true, "making a file");
 }
@@ -124,7 +123,6 @@ void DiskTier::take(Arrival arrival) {
 void DiskTier::begin() {
   take_arrivals();
   thread_ = std::thread([this] { run(); });
-  scanner_ = std::thread([this] { scan(); });
   begun_.store(true);
 }
 
@@ -136,10 +134,9 @@ void DiskTier::stop() {
   }
   stopping_.notify_all();
   ::eventfd_write(wake_.get(), 1);
-  if (begun_.load()) {
-    scanner_.join();
-    thread_.join();
-  }
+  if (thread_.joinable()) thread_.join();
+  for (Listing& listing : listings_)
+    if (listing.thread.joinable()) listing.thread.join();
   store_.detach_disk();
   store_.end_session(owner_);
   unmap_pool();
@@ -155,7 +152,7 @@ Presence DiskTier::promote(const Key& key, uint32_t priority) {
   const uint64_t bytes = entry ? entry->bytes() : 0;
   if (loading_.contains(key) && !cancelled_.contains(key)) return Presence::Pending;
   if (const auto queued = queued_.find(key); queued != queued_.end()) return raise(queued->second, priority);
-  if (deleted(key, entry) || (!entry && (listed() || !is_open(home(key))))) return Presence::Missing;
+  if (deleted(key, entry) || (!entry && (listed_ || is_silent(home(key))))) return Presence::Missing;
   if (loading_.contains(key)) return Presence::Missing;
   if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
     if (now_ms() < vain->second) return Presence::Missing;
@@ -203,7 +200,7 @@ LowerTier::Below DiskTier::forget(const Key& key) {
   if (entry && entry->doomed) return Below::Nothing;
   if (!entry && misplaced_.contains(key))  // that file goes anyway
     return gone_later_.insert(key).second ? Below::Known : Below::Nothing;
-  if (!entry && listed()) return Below::Nothing;
+  if (!entry && listed_) return Below::Nothing;
   if (!entry && doomed_unknown_.size() >= max_files_ && !doomed_unknown_.contains(key)) doom_what_is_found_ = true;
   if (!entry && (doom_what_is_found_ || !doomed_unknown_.insert(key).second)) return Below::Nothing;
   if (entry) entry->doomed = entry->listed = true;
@@ -217,7 +214,7 @@ void DiskTier::forget_all() {
   for (const auto* keys : {&loading_, &writing_}) cancelled_.insert(keys->begin(), keys->end());
   index_.each([](FileIndex::Entry& entry) { entry.doomed = true; });
   sweep_ = true;
-  doom_what_is_found_ = !listed();
+  doom_what_is_found_ = !listed_;
   ::eventfd_write(wake_.get(), 1);
 }
 
@@ -237,8 +234,8 @@ DiskTier::Stats DiskTier::stats() {
   s.loads_in_flight = loading_.size();
   s.writes_in_flight = writing_.size() + starting_.load();
   s.written_today_bytes = written_today_.load();
-  s.listed = listed_.load();
-  s.indexing = !scanned_;
+  s.listed = names_.load();
+  s.indexing = !tried();
   s.load_bytes_per_s = bytes_per_s_.load();
 #define X(name) s.name = name##_.load(std::memory_order_relaxed);
   KV_DISK_COUNTERS(X)

@@ -1,7 +1,7 @@
 // The disk tier of one namespace: which blocks are written, loaded and removed, in what order, and how much of each at a time. It
-// has one thread for all that it decides and one that lists the directories at start. Each directory has an engine that moves the
-// bytes, and, where there are several, a thread that makes its calls (patient_files.h). Owns the files of its directories and the
-// index of them; changes blocks only through the store's own operations.
+// has one thread for all that it decides. Each directory has a thread that lists it at start, an engine that moves the bytes,
+// and, where there are several, a thread that makes its calls (patient_files.h). Owns the files of its directories and the index
+// of them; changes blocks only through the store's own operations.
 //
 // tier.cc: the thread, what the doors call. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a block into a file.
 // tier_remove.cc: files that go, for the quota too. tier_scan.cc: what lay there at start. tier_places.cc: how the directories
@@ -125,6 +125,11 @@ class DiskTier final : public LowerTier {
     std::vector<Key> stubborn{};          // files of deleted blocks that could not be removed yet
     uint64_t stubborn_until_ms = 0;
   };
+  struct Listing {  // of a directory at start: one that does not return holds up no other
+    std::thread thread{};
+    std::atomic<uint64_t> seen_ms{0};  // when it last came upon a name; 0: it is not under way
+    bool tried = false, done = false;  // mutex_ guards them
+  };
   struct alignas(kPageBytes) Page {
     std::byte bytes[kBlockFileHeaderBytes];
   };
@@ -158,12 +163,12 @@ class DiskTier final : public LowerTier {
   void take_arrivals();
   void take(Arrival arrival);
   bool is_open(uint8_t directory) const { return open_.load(std::memory_order_acquire) >> directory & 1; }
+  bool is_silent(uint8_t directory) const;
   uint64_t most_bytes() const;
   Presence raise(Queued& queued, uint32_t priority);
   void run();
   bool turn();
   bool deleted(const Key& key, const FileIndex::Entry* entry) const;
-  bool listed() const { return scanned_ && !unlisted_; }  // what is not in the index is not there
   int until_rested_ms();
   void wait(int timeout_ms);
   void reap();
@@ -247,9 +252,12 @@ class DiskTier final : public LowerTier {
   void unmap_pool();
 
   // tier_scan.cc
-  void scan();
+  void scan(uint8_t directory);
   bool list(uint8_t directory);
+  bool all_done() const;
   void all_listed();
+  bool tried() const;
+  bool counted() const;
   bool add_found(uint8_t directory, std::span<const FoundFile> found);
   void prune();
 
@@ -268,13 +276,13 @@ class DiskTier final : public LowerTier {
   uint32_t owner_ = 0;
   Fd wake_, epoll_;
   std::atomic<bool> stop_{false}, begun_{false};
+  std::atomic<bool> table_full_{false};  // no record is left for what is found
   std::atomic<uint64_t> open_{0};        // a bit for each directory that its thread has taken
   std::atomic<uint64_t> turned_ms_{0};   // when the thread last began a round; 0: it makes none
-  std::atomic<uint64_t> listing_ms_{0};  // when the listing last came upon a name; 0: it is not under way
-  std::atomic<uint8_t> listing_{0};      // the directory
   std::atomic<uint64_t> hangs_after_ms_{10'000};
   std::atomic<uint64_t> patience_ms_{1'000};  // with a call of one directory while there are others
-  std::thread thread_, scanner_;
+  std::thread thread_;
+  std::vector<Listing> listings_;
   friend class DiskTierTest;
 
   // The thread's own.
@@ -311,10 +319,9 @@ class DiskTier final : public LowerTier {
   std::unordered_multiset<Key, KeyHash> misplaced_;     // whose block such a file is
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                  // entries that are doomed and not listed stand anywhere in the index
-  bool scanned_ = false, doom_what_is_found_ = false, table_full_ = false;
-  bool unlisted_ = false;          // something was not listed: what is not in the index may lie there
-  bool uncounted_ = false;         // of a directory that is open: how full the quota is is not known
-  uint64_t counted_ = 0;           // bytes of files when all of those were listed
+  bool doom_what_is_found_ = false;
+  bool listed_ = false;            // all of it: what is not in the index is not there
+  uint64_t counted_ = 0;           // bytes of files when a directory had last been listed
   std::vector<Arrival> arrivals_;  // directories that were opened, for the thread
   std::condition_variable stopping_;
   uint32_t newest_s_ = 0;        // when the last file here was written, by the file system's clock
@@ -323,7 +330,7 @@ class DiskTier final : public LowerTier {
   uint64_t reserved_bytes_ = 0;  // of files being written, and leftovers
   uint64_t quota_bytes_;
   std::atomic<uint32_t> starting_{0};  // writes between the store's queue and writing_
-  std::atomic<uint64_t> bytes_per_s_{0}, latency_us_{0}, waiting_bytes_{0}, written_today_{0}, listed_{0};
+  std::atomic<uint64_t> bytes_per_s_{0}, latency_us_{0}, waiting_bytes_{0}, written_today_{0}, names_{0};
   std::map<std::pair<uint8_t, Doing>, Condition> conditions_;  // of a directory
 #define X(name) std::atomic<uint64_t> name##_{0};
   KV_DISK_COUNTERS(X)

@@ -19,9 +19,15 @@ uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 }  // namespace
 
-// It was opened, and no call there is overdue.
+// What lies there nobody knows: it was not opened yet, or its listing does not return.
+bool DiskTier::is_silent(uint8_t directory) const {
+  const uint64_t seen_ms = listings_[directory].seen_ms.load();
+  return !is_open(directory) || (seen_ms && now_ms() >= seen_ms + hangs_after_ms_);
+}
+
+// That is known, and no call there is overdue.
 bool DiskTier::answers(uint8_t directory) const {
-  if (!is_open(directory)) return false;  // first: what else its place says is there from then on
+  if (is_silent(directory)) return false;  // first: what else its place says is there from then on
   const PatientFiles* patient = places_[directory].patient;
   return !patient || !patient->overdue_since_ms();
 }
@@ -74,7 +80,7 @@ void DiskTier::probe() {
     if (!place.writing.ill || !well(d)) continue;
     {
       std::lock_guard lock(mutex_);
-      if (!scanned_ || uncounted_ || index_.bytes() + reserved_bytes_ + place.probe_bytes > most_bytes())
+      if (!counted() || index_.bytes() + reserved_bytes_ + place.probe_bytes > most_bytes())
         continue;  // the next write is the probe
     }
     std::string temp;
@@ -124,10 +130,9 @@ void DiskTier::look_whether_it_answers(uint8_t directory) {
 // A file system that does not return from a call holds one of this tier's threads, so others have to notice.
 void DiskTier::add_hanging(std::vector<Condition>& out) const {
   const auto long_ago = [&](uint64_t ms) { return ms && now_ms() >= ms + hangs_after_ms_; };
-  if (long_ago(listing_ms_)) {
-    const std::string& path = places_[listing_].at.path;
-    return out.push_back({path, "failed", "listing " + path + " does not return: nothing is written"});
-  }
+  for (uint8_t d = 0; d < places_.size(); ++d)
+    if (const std::string& path = places_[d].at.path; long_ago(listings_[d].seen_ms))
+      out.push_back({path, "failed", "listing " + path + " does not return: nothing is written there"});
   if (!begun_.load()) return;
   for (uint8_t d = 0; d < places_.size(); ++d)
     if (const Place& place = places_[d]; is_open(d) && place.patient && long_ago(place.patient->overdue_since_ms()))

@@ -60,7 +60,7 @@ bool DiskTier::remove_everywhere(const Key& key) {
 void DiskTier::file_is_gone(const Key& key) {
   std::lock_guard lock(mutex_);
   index_.erase(key);
-  if (listed())
+  if (listed_)
     doomed_unknown_.erase(key);
   else if (doomed_unknown_.contains(key))
     gone_unknown_.push_back(key);  // its name may still come up
@@ -116,7 +116,7 @@ void DiskTier::remove_doomed(uint64_t until_ms) {
   std::unique_lock lock(mutex_);
   doomed_.insert(doomed_.end(), now.begin() + static_cast<ptrdiff_t>(done), now.end());
   more_leftovers_ = !leftovers_.empty() && (removed || left);  // else none of them can be removed now
-  const bool over_with = kept_ && listed() && doomed_.empty() && gone_later_.empty() &&
+  const bool over_with = kept_ && listed_ && doomed_.empty() && gone_later_.empty() &&
                          std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.stubborn.empty(); });
   lock.unlock();
   if (over_with) keep_doomed();
@@ -188,7 +188,7 @@ void DiskTier::tell_if_gone(const Key& key) {
 void DiskTier::tell_gone(const Key& key) {
   {
     std::lock_guard lock(mutex_);
-    if (!listed() || misplaced_.contains(key)) return (void)gone_later_.insert(key);
+    if (!listed_ || misplaced_.contains(key)) return (void)gone_later_.insert(key);
   }
   store_.file_gone(key);
 }
@@ -197,7 +197,7 @@ void DiskTier::tell_gone_later() {
   std::vector<Key> gone;
   {
     std::lock_guard lock(mutex_);
-    if (!listed()) return;
+    if (!listed_) return;
     for (const Key& key : gone_later_)
       if (!misplaced_.contains(key)) gone.push_back(key);
     for (const Key& key : gone) gone_later_.erase(key);
@@ -217,7 +217,8 @@ bool DiskTier::make_quota_room(uint64_t bytes, Write* heir) {
 // How much may lie here, as far as that is known: a directory that has not answered yet has its even share, for all that anybody
 // can say, and the others need not give up for it what they had. The lock is held.
 uint64_t DiskTier::most_bytes() const {
-  const auto silent = places_.size() - static_cast<size_t>(std::popcount(open_.load()));
+  uint64_t silent = 0;
+  for (uint8_t d = 0; d < places_.size(); ++d) silent += is_silent(d);
   return std::min(quota_bytes_, std::max(quota_bytes_ - quota_bytes_ / places_.size() * silent, counted_));
 }
 
@@ -235,7 +236,7 @@ DiskTier::Room DiskTier::give_up_one(uint64_t bytes, Write* heir) {
   bool fits;
   {
     std::lock_guard lock(mutex_);
-    if (!scanned_) return bytes == 0 ? Room::Fits : Room::None;
+    if (!tried()) return bytes == 0 ? Room::Fits : Room::None;
     if (bytes > quota_bytes_) return Room::None;
     const bool many = bytes && index_.size() + writing_.size() >= max_files_;
     const uint64_t quota = bytes ? most_bytes() : quota_bytes_;

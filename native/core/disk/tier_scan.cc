@@ -5,7 +5,6 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "core/base/error.h"
 #include "core/base/polling.h"
@@ -18,32 +17,47 @@ constexpr std::chrono::seconds kFirstPause{1}, kLongestPause{60};
 }
 
 // What cannot be listed is tried again, ever less often: until then its files are found by their paths, and nothing is written.
-// One that has not answered yet is listed once it has, and only its own files are not known until then.
-void DiskTier::scan() {
+void DiskTier::scan(uint8_t directory) {
   ::pthread_setname_np(::pthread_self(), "kv-scan");
-  std::vector<uint8_t> left(places_.size());
-  std::iota(left.begin(), left.end(), uint8_t{0});
   for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
-    const uint64_t open = open_.load(std::memory_order_acquire);
-    std::erase_if(left, [&](uint8_t directory) { return open >> directory & 1 && list(directory); });
-    if (!stop_.load() && left.empty()) prune();
+    const bool done = list(directory) && !stop_.load();
     std::unique_lock lock(mutex_);
-    unlisted_ = !left.empty();
-    uncounted_ = open != open_.load() || std::any_of(left.begin(), left.end(), [&](uint8_t d) { return open >> d & 1; });
-    if (!uncounted_) counted_ = index_.bytes() + reserved_bytes_;
-    scanned_ = !stop_.load();
-    if (scanned_ && !unlisted_) all_listed();
+    Listing& listing = listings_[directory];
+    listing.done = done, listing.tried = true;
+    counted_ = index_.bytes() + reserved_bytes_;
+    if (all_done()) {
+      lock.unlock();
+      prune();
+      lock.lock();
+      if (!stop_.load()) all_listed();
+    }
     ::eventfd_write(wake_.get(), 1);
-    if (left.empty()) return;
-    stopping_.wait_for(lock, pause, [&] { return stop_.load() || open != open_.load(); });
-    if (stop_.load()) return;
-    if (open != open_.load()) pause = kFirstPause / 2;
+    if (done || stopping_.wait_for(lock, pause, [&] { return stop_.load(); })) return;
   }
+}
+
+bool DiskTier::all_done() const {
+  return std::all_of(listings_.begin(), listings_.end(), [](const Listing& each) { return each.done; });
+}
+
+// Each directory that answers was listed, or that failed. The lock is held, as for the next.
+bool DiskTier::tried() const {
+  if (!begun_.load()) return false;
+  for (uint8_t d = 0; d < places_.size(); ++d)
+    if (!is_silent(d) && !listings_[d].tried) return false;
+  return true;
+}
+
+// Of each that answers it is known how much lies there.
+bool DiskTier::counted() const {
+  for (uint8_t d = 0; d < places_.size(); ++d)
+    if (!is_silent(d) && !listings_[d].done) return false;
+  return true;
 }
 
 void DiskTier::all_listed() {
   written_today_ = std::max(written_today_.load(), found_today_);  // where nothing was counted, or a power loss took it
-  doom_what_is_found_ = false;
+  doom_what_is_found_ = false, listed_ = true;
   for (const Key& key : gone_unknown_) doomed_unknown_.erase(key);  // the others' files are still to be removed
   gone_unknown_.clear();
 }
@@ -51,6 +65,7 @@ void DiskTier::all_listed() {
 // False if it, or anything below, could not be.
 bool DiskTier::list(uint8_t directory) {
   const std::string& path = places_[directory].at.path;
+  std::atomic<uint64_t>& seen_ms = listings_[directory].seen_ms;
   std::vector<Leftover>
       leftovers;  // of a daemon that is gone, or had another fan-out: nothing is written before the listing ends
   std::vector<Key> misplaced;
@@ -64,10 +79,10 @@ bool DiskTier::list(uint8_t directory) {
     if (kind == Stray::Misplaced) misplaced.push_back(*key_of(at.substr(at.rfind('/') + 1)));
   };
   visitor.over = [&] {
-    listing_ms_.store(monotonic_ns() / 1'000'000, std::memory_order_relaxed);
+    seen_ms.store(monotonic_ns() / 1'000'000, std::memory_order_relaxed);
     return stop_.load();
   };
-  listing_ = directory, listing_ms_ = monotonic_ns() / 1'000'000;
+  seen_ms = monotonic_ns() / 1'000'000;
   places_[directory].at.files->make_directories(fanout_);
   std::string wrong;
   try {
@@ -77,7 +92,7 @@ bool DiskTier::list(uint8_t directory) {
   } catch (const Error& error) {
     wrong = error.what();
   }
-  listing_ms_ = 0;
+  seen_ms = 0;
   std::lock_guard lock(mutex_);
   if (!wrong.empty()) {
     wrong += ": nothing is written, because the quota is not known";
@@ -120,7 +135,7 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
       } else {
         fresh.push_back(file.key);
       }
-      listed_ += 1;
+      names_ += 1;
     }
     for (Leftover& each : duplicates) reserved_bytes_ += each.bytes, leftovers_.push_back(std::move(each));
   }

@@ -42,7 +42,7 @@ bool DiskTier::may_write() const {
   for (uint8_t d = 0; d < places_.size() && !room; ++d) room = takes_a_write(d);
   std::lock_guard lock(mutex_);
   const bool shrinking = index_.bytes() + reserved_bytes_ > quota_bytes_;
-  return room && scanned_ && !uncounted_ && !spent && !sweep_ && !shrinking;
+  return room && counted() && !spent && !sweep_ && !shrinking;
 }
 
 // As far as this thread alone decides.
