@@ -17,18 +17,18 @@ std::string socket_path(const char* directory) {
   return std::string(chosen && *chosen ? chosen : "/run/kvstored") + "/kvstored.sock";
 }
 
-AttachOptions checked(const kvs_options& given) {
-  if (given.struct_bytes < sizeof given)
-    refuse("struct_bytes is " + std::to_string(given.struct_bytes) + "; kvs_default_options sets it to " +
-           std::to_string(sizeof given));
-  const std::string name = given.namespace_name ? given.namespace_name : "";
+AttachOptions checked(const kvs_options& options) {
+  if (options.struct_bytes < sizeof options)
+    refuse("struct_bytes is " + std::to_string(options.struct_bytes) + "; kvs_default_options sets it to " +
+           std::to_string(sizeof options));
+  const std::string name = options.namespace_name ? options.namespace_name : "";
   if (name.empty() || name.size() > 63)
     refuse("namespace_name has " + std::to_string(name.size()) + " bytes; it must have 1 to 63");
-  if (!(given.timeout_s > 0 && given.timeout_s <= kMaxTimeout_s))
-    refuse("timeout_s is " + std::to_string(given.timeout_s) + "; it must be above 0 and at most 3600");
-  if (given.max_pins < 1 || given.max_pins > kMaxPins)
-    refuse("max_pins is " + std::to_string(given.max_pins) + "; it must be 1 to " + std::to_string(kMaxPins));
-  return {socket_path(given.directory), name, given.read_only != 0, given.max_pins, given.timeout_s};
+  if (!(options.timeout_s > 0 && options.timeout_s <= kMaxTimeout_s))
+    refuse("timeout_s is " + std::to_string(options.timeout_s) + "; it must be above 0 and at most 3600");
+  if (options.max_pins < 1 || options.max_pins > kMaxPins)
+    refuse("max_pins is " + std::to_string(options.max_pins) + "; it must be 1 to " + std::to_string(kMaxPins));
+  return {socket_path(options.directory), name, options.read_only != 0, options.max_pins, options.timeout_s};
 }
 
 void append(std::vector<uint8_t>& blob, uint32_t value) {

@@ -91,12 +91,12 @@ std::vector<Pieces> by_layer(const kvs_buffer_shape& shape, const kvs_buffer* bu
 std::string refusal_of_places(uint64_t length, std::vector<Pieces> layers) {
   Pieces all;
   for (const Pieces& pieces : layers) all.insert(all.end(), pieces.begin(), pieces.end());
-  for (const kvs_buffer& one : all) {
-    if (one.length < 1 || one.length > length || one.offset > length - one.length)
-      return std::to_string(one.length) + " bytes at " + std::to_string(one.offset) + " are not inside the region of " +
+  for (const kvs_buffer& buffer : all) {
+    if (buffer.length < 1 || buffer.length > length || buffer.offset > length - buffer.length)
+      return std::to_string(buffer.length) + " bytes at " + std::to_string(buffer.offset) + " are not inside the region of " +
              std::to_string(length);
-    if (one.offset % KVS_REGION_ALIGNMENT)
-      return "offset " + std::to_string(one.offset) + " is no multiple of " + std::to_string(KVS_REGION_ALIGNMENT);
+    if (buffer.offset % KVS_REGION_ALIGNMENT)
+      return "offset " + std::to_string(buffer.offset) + " is no multiple of " + std::to_string(KVS_REGION_ALIGNMENT);
   }
   std::sort(all.begin(), all.end(), [](const kvs_buffer& a, const kvs_buffer& b) { return a.offset < b.offset; });
   for (size_t i = 1; i < all.size(); ++i)

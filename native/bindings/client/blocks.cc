@@ -92,10 +92,10 @@ PyType_Slot block_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffe
 nb::object block_at(nb::handle_t<Blocks> self, Py_ssize_t i) {
   const Blocks& blocks = *nb::inst_ptr<Blocks>(self);
   const auto size = static_cast<Py_ssize_t>(blocks.batch->size());
-  const Py_ssize_t given = i;
+  const Py_ssize_t asked = i;
   if (i < 0) i += size;
   if (i < 0 || i >= size)
-    throw nb::index_error(("index " + std::to_string(given) + " of " + std::to_string(size) + " blocks").c_str());
+    throw nb::index_error(("index " + std::to_string(asked) + " of " + std::to_string(size) + " blocks").c_str());
   switch (blocks.batch->item(static_cast<size_t>(i)).state) {
     case ItemState::Miss: return nb::none();
     case ItemState::Exhausted: raise("PinsExhausted", blocks.batch->attachment().exhausted());

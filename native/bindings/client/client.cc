@@ -245,7 +245,7 @@ void bind_client(nb::module_& m) {
           },
           nb::arg("blob"))
       .def(
-          "give_to_device", [](Client& c, bool given) { return c.usable()->give_to_device(given); }, nb::arg("given"),
+          "give_to_device", [](Client& c, bool writes) { return c.usable()->give_to_device(writes); }, nb::arg("writes"),
           nb::call_guard<WithoutGil>())
       .def("stats", stats)
       .def("grpc_token", token)

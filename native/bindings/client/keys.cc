@@ -35,10 +35,10 @@ auto without_gil(size_t bytes, Call call) {
 
 // Tokens of each chunk, as a chain that is cut by content is given them.
 std::vector<uint32_t> counts_of(nb::handle counts, size_t tokens, long long block_tokens) {
-  const Integers<int32_t> given = integers<int32_t>(counts, "counts");
+  const Integers<int32_t> checked = integers<int32_t>(counts, "counts");
   std::vector<uint32_t> out;
   size_t end = 0;
-  for (const int32_t count : std::span(given.data, given.size)) {
+  for (const int32_t count : std::span(checked.data, checked.size)) {
     check_range("counts", count, 1, block_tokens);
     out.push_back(static_cast<uint32_t>(count));
     end += static_cast<size_t>(count);
@@ -165,10 +165,11 @@ template <class Put>
 nb::object each(const DerivedKeys& self, nb::handle names, Put put) {
   if (PyBytes_Check(names.ptr())) {
     const char* data = PyBytes_AS_STRING(names.ptr());
-    const Py_ssize_t size = PyBytes_GET_SIZE(names.ptr()), one = sizeof(Key);
-    if (size % one) raise("InvalidArgument", "names in one piece have " + std::to_string(size) + " bytes, not a multiple of 32");
-    nb::object out = put.make(size / one);
-    for (Py_ssize_t i = 0; i < size / one; ++i) put(i, self.of(data + i * one, one));
+    const Py_ssize_t size = PyBytes_GET_SIZE(names.ptr()), width = sizeof(Key);
+    if (size % width)
+      raise("InvalidArgument", "names in one piece have " + std::to_string(size) + " bytes, not a multiple of 32");
+    nb::object out = put.make(size / width);
+    for (Py_ssize_t i = 0; i < size / width; ++i) put(i, self.of(data + i * width, width));
     return out;
   }
   const nb::object items = nb::steal(PySequence_Fast(names.ptr(), "names must be a sequence of bytes"));

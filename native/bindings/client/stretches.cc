@@ -38,13 +38,13 @@ void make(Reader* self, bool direct, long long depth, const std::string& faults)
   check_range("depth", depth, 1, kMaxDepth);
   try {
     std::unique_ptr<Engine> engine = engine_of(direct, static_cast<uint32_t>(depth));
-    auto own = std::make_unique<Reader>();
+    auto reader = std::make_unique<Reader>();
     if (!faults.empty()) {
-      own->faults = std::make_unique<Faults>(faults, "", nullptr, std::move(engine));
-      engine = own->faults->take_engine();
+      reader->faults = std::make_unique<Faults>(faults, "", nullptr, std::move(engine));
+      engine = reader->faults->take_engine();
     }
-    own->reads = std::make_unique<StretchReader>(std::move(engine));
-    new (self) Reader(std::move(*own));
+    reader->reads = std::make_unique<StretchReader>(std::move(engine));
+    new (self) Reader(std::move(*reader));
   } catch (const Error& error) {
     raise(error.code == Code::InvalidArgument ? "InvalidArgument" : "Unavailable", error.what());
   }

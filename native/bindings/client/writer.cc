@@ -95,10 +95,10 @@ std::vector<size_t> all_of(const Writer& writer, Grant status) {
 
 size_t checked_index(const Writer& writer, Py_ssize_t i) {
   const auto size = static_cast<Py_ssize_t>(writer.grants->size());
-  const Py_ssize_t given = i;
+  const Py_ssize_t asked = i;
   if (i < 0) i += size;
   if (i < 0 || i >= size)
-    throw nb::index_error(("index " + std::to_string(given) + " of " + std::to_string(size) + " keys").c_str());
+    throw nb::index_error(("index " + std::to_string(asked) + " of " + std::to_string(size) + " keys").c_str());
   const Grant status = writer.grants->item(static_cast<size_t>(i)).status;
   if (status == Grant::NoSpace)
     raise("NoSpace",
@@ -118,8 +118,8 @@ void copy_layer(const Writer& writer, long long number, nb::handle source, nb::h
   rows.reserve(places.size());
   uint64_t total = 0;
   for (size_t i = 0; i < places.size(); ++i) {
-    const uint64_t given = std::min<uint64_t>(places.indices.data[i], PTRDIFF_MAX);
-    const GrantedBlock block{writer.grants, checked_index(writer, static_cast<Py_ssize_t>(given))};
+    const uint64_t index = std::min<uint64_t>(places.indices.data[i], PTRDIFF_MAX);
+    const GrantedBlock block{writer.grants, checked_index(writer, static_cast<Py_ssize_t>(index))};
     const uint64_t length = block.layout().layer_bytes(block.checked(number), block.tokens());
     block.item();
     rows.emplace_back(block.index, places.row(bytes, i, length));

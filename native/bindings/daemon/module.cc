@@ -27,12 +27,12 @@ using kv::daemon::Latency;
 nb::list sessions(kv::SessionServer& server) {
   nb::list out;
   for (const auto& [name, s] : server.sessions()) {
-    nb::dict one;
-    one["session"] = s.session, one["pid"] = s.pid, one["uid"] = s.uid, one["namespace"] = name, one["pins"] = s.pins;
-    one["unsealed"] = s.unsealed, one["attached"] = s.attached, one["attached_s"] = s.attached_s, one["resumed"] = s.resumed;
-    one["pinned_bytes"] = s.pinned_bytes, one["owner"] = s.terms.owner == kv::PinOwner::Engine ? "engine" : "client";
-    one["pin_deadline_ms"] = s.terms.deadline_ms, one["pin_limit_bytes"] = s.terms.bytes, one["device"] = s.device;
-    out.append(one);
+    nb::dict row;
+    row["session"] = s.session, row["pid"] = s.pid, row["uid"] = s.uid, row["namespace"] = name, row["pins"] = s.pins;
+    row["unsealed"] = s.unsealed, row["attached"] = s.attached, row["attached_s"] = s.attached_s, row["resumed"] = s.resumed;
+    row["pinned_bytes"] = s.pinned_bytes, row["owner"] = s.terms.owner == kv::PinOwner::Engine ? "engine" : "client";
+    row["pin_deadline_ms"] = s.terms.deadline_ms, row["pin_limit_bytes"] = s.terms.bytes, row["device"] = s.device;
+    out.append(row);
   }
   return out;
 }

@@ -33,10 +33,10 @@ nb::list peer_stats(kv::peer::Tier& tier) {
     found = tier.stats();
   }
   nb::list out;
-  for (const auto& one : found) {
+  for (const auto& peer : found) {
     nb::dict about;
-    about["node"] = one.node, about["address"] = one.address, about["state"] = one.state, about["why"] = one.why;
-#define X(name) about[#name] = one.name;
+    about["node"] = peer.node, about["address"] = peer.address, about["state"] = peer.state, about["why"] = peer.why;
+#define X(name) about[#name] = peer.name;
     // clang-format off
     X(queued) X(in_flight) X(rtt_us) X(bytes_per_s) X(connects) X(streams) X(held) X(complete) X(lent)
     KV_PEER_COUNTERS(X)

@@ -226,11 +226,11 @@ uint64_t flush(Store& store) {
 nb::list layouts(Store& store) {
   nb::list out;
   for (auto& [known, blocks, on_disk, sessions] : store.layouts()) {
-    nb::dict one;
-    one["id"] = known->id, one["num_layers"] = known->layout.num_layers(), one["block_tokens"] = known->layout.block_tokens,
-    one["blob"] = to_bytes(known->layout.blob), one["digest"] = nb::bytes(&known->digest, sizeof known->digest);
-    one["blocks"] = blocks, one["on_disk"] = on_disk, one["sessions"] = sessions;
-    out.append(one);
+    nb::dict row;
+    row["id"] = known->id, row["num_layers"] = known->layout.num_layers(), row["block_tokens"] = known->layout.block_tokens,
+    row["blob"] = to_bytes(known->layout.blob), row["digest"] = nb::bytes(&known->digest, sizeof known->digest);
+    row["blocks"] = blocks, row["on_disk"] = on_disk, row["sessions"] = sessions;
+    out.append(row);
   }
   return out;
 }

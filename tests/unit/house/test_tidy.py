@@ -294,6 +294,12 @@ def test_names_say_what_they_hold():
             called = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
             if called in SAY_NOTHING:
                 problems.append(f"{name(path)}:{node.lineno}: a local called {called}")
+    for path in NATIVE:
+        if name(path).startswith(("native/bindings", "native/capi")):
+            for number, line in enumerate(text(path).splitlines(), 1):
+                code = re.sub(r'"(?:\\.|[^"\\])*"', '""', line).split("//")[0]
+                for called in re.findall(rf"\b({'|'.join(sorted(SAY_NOTHING))})\b", code):
+                    problems.append(f"{name(path)}:{number}: something called {called}")
     fail_if(problems)
 
 
