@@ -198,22 +198,6 @@ def test_a_follower_learns_of_the_restart(daemon, layouts):
         writer.seal(zero_rest=True)
 
 
-def test_a_clean_stop_also_leaves_the_blocks(daemon, nothing_leaks, layouts):
-    started = daemon(memory="8MiB")
-    with started.connect() as client:
-        small, _ = layouts(client)
-        keys = new_keys(4)
-        put(client, keys, small)
-    assert started.stop() == 0
-    started.start()
-    with started.connect() as client:
-        with client.get(keys) as blocks:
-            for block in blocks:
-                check(block)
-        del block, blocks
-        nothing_leaks(started, client, keys)
-
-
 def load(started, keys, seed):
     """A child's work: puts and gets for ever; only the store being away or a block being lost is borne."""
 
