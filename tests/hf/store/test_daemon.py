@@ -6,6 +6,7 @@ Tiny random models; what a model is asked is not the point here.
 
 import os
 import pickle
+import re
 import signal
 import sys
 from pathlib import Path
@@ -43,6 +44,19 @@ def test_sealed_blocks_survive_the_daemon_and_are_hit(daemon, model):
         generate(model, longer)
         generate(model, longer)
         assert kv.last.reused_tokens == 96
+
+
+def test_the_readmes_program_with_a_model_runs_as_it_stands(daemon, home):
+    readme = (ROOT / "README.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    (example,) = [code for code in examples if "hf.attach" in code]
+    program = f"name, long_prompt = {str(home)!r}, {'The heron stands. ' * 16!r}\n" + example
+    env = {**os.environ, "KVSTORED_DIR": str(daemon(memory="64MiB").dir)}
+    told = [
+        run_warm([sys.executable, "-c", program], cwd=ROOT, env=env, check=True, timeout=300).stdout.split()
+        for _ in range(2)
+    ]
+    assert [reused for reused, _ in told] == ["0", "256"]
 
 
 def test_a_daemon_that_is_gone_with_on_error_raise(daemon, model):

@@ -124,3 +124,41 @@ def test_its_arguments(tmp_path):
     for wrong in ({"memory_bytes": 1}, {"disk_bytes": 1, "disk_dir": tmp_path}):
         with pytest.raises(InvalidArgument):
             InProcessClient(**wrong)
+
+
+def test_a_directory_keeps_types_and_checkpoints_apart_and_every_bit(home, tmp_path):
+    """Of three models of equal shape: a type is not made another, and nobody finds another's KV."""
+    models = {}
+    for name, dtype, seed in (("fp32", "float32", 0), ("bf16", "bfloat16", 0), ("other", "float32", 1)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(home, dtype=dtype).eval()
+        if seed:
+            model.model.layers[0].self_attn.k_proj.weight.data *= 1.01
+        models[name] = (model, transformers.AutoTokenizer.from_pretrained(home))
+    kept = {}
+    for name, loaded in models.items():
+        with engine_of(loaded, disk_dir=tmp_path, memory_bytes=1 << 20) as engine:
+            assert reused(engine, TEXTS[0]) == 0, f"{name} found what another computed"
+            kept[name] = bits(engine)
+    assert len({sum(map(len, blocks.values())) for blocks in kept.values()}) == 2, "bf16 takes half"
+    for name, loaded in models.items():
+        with engine_of(loaded, disk_dir=tmp_path, memory_bytes=1 << 20) as engine:
+            assert reused(engine, TEXTS[0]) > 100
+            assert bits(engine) == kept[name]
+
+
+def bits(engine):
+    """Every block that is in memory."""
+    client = engine.kv.client
+    keys = list(client.store._records)
+    with client.get(keys) as blocks:
+        return {bytes(key): bytes(block.view) for key, block in zip(keys, blocks, strict=True)}
+
+
+def test_a_memory_with_room_for_no_block_finds_nothing_and_ends(loaded, tmp_path):
+    """As a directory that was filled under a larger budget is opened."""
+    with engine_of(loaded, disk_dir=tmp_path) as engine:
+        wanted = engine.generate(TEXTS[0], 8).tokens
+    with engine_of(loaded, disk_dir=tmp_path, memory_bytes=4096) as engine:
+        for _ in range(2):
+            found = engine.generate(TEXTS[0], 8)
+            assert (found.report.reused_tokens, found.tokens) == (0, wanted)
