@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import re
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import kvclient
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
 from kvclient.serve import listening, settings
 
@@ -271,16 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             took = time.perf_counter() - began
             print(f"{asking.model_name} is ready after {took:.1f} s at {address}", flush=True)
             print(f"  page   {address}/\n  curl   {_curl(address, asking.model_name)}", flush=True)
-            listening.serve(create_app(asking, version(), chosen.allow_origin), door)
+            listening.serve(create_app(asking, kvclient.__version__, chosen.allow_origin), door)
     return 0
-
-
-def version() -> str:
-    """Of the installed package."""
-    try:
-        return importlib.metadata.version("kvstored")
-    except importlib.metadata.PackageNotFoundError:  # a checkout
-        return "0+checkout"
 
 
 def _curl(address: str, name: str) -> str:

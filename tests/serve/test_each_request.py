@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+import kvclient
 from tests.serve.conftest import Server
 
 IDS = [5 + (11 * place) % 80 for place in range(40)]
@@ -116,6 +117,10 @@ def test_streams_wait_in_the_same_queue(narrow):
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert set(pool.map(ask, range(8))) == {200, 429}
+
+
+def test_it_is_of_the_packages_version(tiny):
+    assert json.loads(tiny.get("/version")[1]) == {"version": kvclient.__version__}
 
 
 def test_without_a_word_it_listens_on_loopback(tiny):
