@@ -45,12 +45,12 @@ _handing_over = threading.Lock()
 
 
 @cache
-def _server(imported: tuple[str, ...]) -> socket.socket:
+def _server(python: str, imported: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> socket.socket:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
-        [sys.executable, "-m", "tests.warm_python", str(there.fileno()), *imported], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        pass_fds=[there.fileno()],
+        [python, "-m", "tests.warm_python", str(there.fileno()), *imported], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **dict(variables)}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, pass_fds=[there.fileno()],
     )  # fmt: skip
     there.close()
     return here
@@ -63,14 +63,16 @@ def _adopt(orphans: bool) -> None:
 class WarmPython(subprocess.Popen):
     """Popen([sys.executable, "-c", code | "-m", module | script, …]). What it cannot hand over is refused."""
 
+    python = sys.executable  # another environment's has what this module needs, too
     imported = IMPORTED_BY_MODELS
+    variables: tuple[tuple[str, str], ...] = ()  # that are read while importing
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
         startupinfo: Any, creationflags: Any, shell: bool, p2cread: int, p2cwrite: int, c2pread: int,
         c2pwrite: int, errread: int, errwrite: int, *_others: Any,
     ) -> None:  # fmt: skip
-        assert args[0] == sys.executable and not (executable or preexec_fn or pass_fds or shell)
+        assert args[0] == self.python and not (executable or preexec_fn or pass_fds or shell)
         wanted = {
             "argv": [str(word) for word in args[1:]],
             "cwd": str(cwd or os.getcwd()),
@@ -82,7 +84,7 @@ class WarmPython(subprocess.Popen):
         with _handing_over:
             _adopt(True)
             try:
-                server = _server(self.imported)
+                server = _server(self.python, self.imported, self.variables)
                 socket.send_fds(server, [request], [fd if fd >= 0 else n for n, fd in enumerate(files)])
                 self.pid = int(server.recv(64))
             finally:

@@ -15,11 +15,31 @@ from pathlib import Path
 import pytest
 
 from tests.engines.pool_bytes import flip_in_pool
+from tests.warm_python import WarmPython
+from tests.warm_python import run as run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvstored" / "engines"
 ANSWER = "ANSWER "
 ANSWER_S = 480.0
+
+
+VARIABLES = {
+    "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+}  # fmt: skip
+
+
+class WarmVllm(WarmPython):
+    """Of the engines' environment: importing vLLM costs eight seconds of processor."""
+
+    python = str(CACHE / "vllm" / "bin" / "python")
+    imported = (
+        "vllm.entrypoints.llm", "vllm.lora.request", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.llama", "transformers.models.llama.modeling_llama",
+        "kvclient.integrations.vllm",
+    )  # fmt: skip
+    variables = tuple(VARIABLES.items())
 
 
 def python_of(engine: str) -> Path:
@@ -29,12 +49,23 @@ def python_of(engine: str) -> Path:
     return python
 
 
-def run_scene(daemon, arguments: list[str], env: dict[str, str], limit_s: float) -> None:
+def flush(directory: Path) -> None:
+    """Deletes every block of that daemon."""
+    from kvstored.v1 import admin_pb2
+    from tests.conformance.grpc_door import GrpcClient
+
+    with GrpcClient(str(directory / "grpc.sock")) as door:
+        door.admin.Flush(admin_pb2.FlushRequest(), timeout=60)
+
+
+def run_scene(daemon, arguments: list[str], limit_s: float) -> None:
     """A module run with the engines' Python, which asserts for itself and says PASSED. It asks for what only
-    a test can do by a line NEED …: flip HEX, or a method of the daemon's; each is answered by a line."""
-    process = subprocess.Popen(
-        [python_of("vllm"), "-m", *arguments], cwd=ROOT, env=env, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
+    a test can do by a line NEED …: flip HEX, flush, or a method of the daemon's; each is answered by a line.
+    """
+    unseeded = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    process = WarmVllm(
+        [str(python_of("vllm")), "-m", *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env={**unseeded, **VARIABLES, "VLLM_LOGGING_LEVEL": "ERROR"},
     )  # fmt: skip
     watchdog = threading.Timer(limit_s, process.kill)
     watchdog.start()
@@ -46,6 +77,8 @@ def run_scene(daemon, arguments: list[str], env: dict[str, str], limit_s: float)
                 what, *more = line.split()[1:]
                 if what == "flip":
                     flip_in_pool(daemon.dir, bytes.fromhex(more[0]))
+                elif what == "flush":
+                    flush(daemon.dir)
                 else:
                     getattr(daemon, what)()
                 process.stdin.write("done\n")
@@ -77,12 +110,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]
     def make(seed: int = 0) -> str:
         if seed not in made:
             target = tmp_path_factory.mktemp("model") / "tiny"  # the name says nothing about the weights
-            subprocess.run(
-                [python_of("vllm"), "-c", TINY, target, str(seed)],
-                check=True,
-                capture_output=True,
-                timeout=ANSWER_S,
-            )
+            words = [str(python_of("vllm")), "-c", TINY, target, str(seed)]
+            run_warm(words, ANSWER_S, check=True, python=WarmVllm, env={**os.environ, **VARIABLES})
             made[seed] = str(target)
         return made[seed]
 
@@ -94,14 +123,10 @@ class VllmProcess:
 
     def __init__(self, log: Path, env: dict[str, str], options: dict) -> None:
         self._log = log
-        variables = {
-            "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-            "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        }  # fmt: skip
         with open(log, "wb") as errors:
-            self.process = subprocess.Popen(
-                [python_of("vllm"), "-m", "tests.engines.vllm.vllm_process"], cwd=ROOT,
-                env={**os.environ, **variables, **env},
+            self.process = WarmVllm(
+                [str(python_of("vllm")), "-m", "tests.engines.vllm.vllm_process"], cwd=ROOT,
+                env={**os.environ, **VARIABLES, **env},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             )  # fmt: skip
         self.send(options)
@@ -147,7 +172,7 @@ def vllm(tmp_path: Path) -> Iterator[Callable[..., list[VllmProcess]]]:
     """`vllm(options, options, env={...})`: engines that start side by side, and are ready."""
     python_of("vllm")
     with contextlib.ExitStack() as at_end:
-        count = 0
+        count, started = 0, []
 
         def start(*wanted: dict, env: dict[str, str] | None = None, ready: bool = True) -> list[VllmProcess]:
             nonlocal count
@@ -158,6 +183,9 @@ def vllm(tmp_path: Path) -> Iterator[Callable[..., list[VllmProcess]]]:
                 at_end.callback(engines[-1].end)
             for engine in engines if ready else ():
                 assert engine.answer() == "ready", engine.log()[-6000:]
+            started.extend(engines)
             return engines
 
         yield start
+        for engine in started:  # each takes seconds to end: side by side
+            engine.process.stdin.close()

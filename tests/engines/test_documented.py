@@ -5,7 +5,6 @@ line into engines that hit, and through SGLang's and LMCache's own parsers and f
 """
 
 import json
-import os
 import subprocess
 
 import pytest
@@ -21,11 +20,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 def test_vllm(daemon, tiny_model):
     kvstored = daemon()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-           "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-           "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
     words = ["tests.engines.vllm.vllm_documented_scene", str(kvstored.dir), tiny_model(0)]
-    run_scene(kvstored, words, env, 800.0)
+    run_scene(kvstored, words, 800.0)
 
 
 def test_sglang(daemon, tiny_model):

@@ -1,8 +1,9 @@
 """Under which keys the blocks lie that vLLM offloads: its own offload keys beneath all else that shapes them.
 
 Owns the list of what must match, for the spec and for the tier; never touches a tensor. Invariant: two
-engines share a key only if everything that the list names is equal. Hashes that are shorter than those of
-SHA-256 may differ in every process, and name nothing unless PYTHONHASHSEED is set.
+engines share a key only if everything that the list names is equal. An algorithm whose hashes differ in every
+process is refused at the start; where the engine's configuration was not found, hashes that are shorter than
+those of SHA-256 name nothing unless PYTHONHASHSEED is set, and one log line says so.
 
 vLLM hands a spec only an OffloadingConfig, which has neither the overrides of a model's configuration nor its
 type, its quantization, its adapters or the algorithm of its hashes: two engines that differ in those would
@@ -60,7 +61,7 @@ def _check_can_be_told_apart(engine: Any, options: dict[str, Any]) -> None:
 class OffloadNames:
     """Of one engine. `config` is vLLM's OffloadingConfig, `engine` its VllmConfig; `form`: how the bytes are
     taken; `whole_rows`: that a row is the same however the model is split, where vLLM says so. Raises
-    InvalidArgument for what cannot be told apart."""
+    InvalidArgument for what cannot be told apart, and for hashes that differ in every process."""
 
     def __init__(
         self, config: Any, engine: Any, options: dict[str, Any], form: str, whole_rows: bool = False

@@ -1,7 +1,8 @@
 """KvstoredOffloadingSpec: vLLM's OffloadingConnector with a kvstored daemon as what it offloads to.
 
 Owns the configuration, a part of its own in kv_connector_extra_config; never touches a block. Invariant: an
-option that is misspelt, and weights that cannot be told apart, are refused at the start.
+option that is misspelt, weights that cannot be told apart and block hashes that differ in every process are
+refused at the start.
 """
 
 from __future__ import annotations

@@ -95,14 +95,15 @@ def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model):
     same(engine.generate(third)[0], third_truth)
 
 
-def test_a_tiny_kv_cache_preempts_and_ends(daemon, vllm, tiny_model):
+@pytest.mark.parametrize("way", ["store", "spec"])
+def test_a_tiny_kv_cache_preempts_and_ends(daemon, vllm, tiny_model, way):
     store, model = {"dir": str(daemon().dir)}, tiny_model(0)
     small = {
         "kv_bytes": 2 << 20,
         "max_tokens": 512,
         "llm": {"max_num_seqs": 10},
     }  # 32 blocks: fewer than the prompts' answers need
-    pressed, plain = vllm({"model": model, "store": store, **small}, {"model": model, "store": None})
+    pressed, plain = vllm({"model": model, way: store, **small}, {"model": model, "store": None})
     prompts = [[(k * i + 1) % 500 for i in range(100)] for k in range(3, 13)]
     for answer, truth in zip(
         pressed.generate(*prompts, tokens=60), plain.generate(*prompts, tokens=60), strict=True
@@ -191,7 +192,11 @@ def test_two_ranks(daemon, vllm, tiny_model):
     """Each rank stores its own part, and a block is there only if all have it."""
     store, model = {"dir": str(daemon().dir)}, tiny_model(0)
     two = {"model": model, "store": store, "llm": {"tensor_parallel_size": 2}}
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    }
     (first,) = vllm(two, env=env)
     (cold,) = first.generate(PROMPT)
     blocks = daemon_blocks(store)

@@ -8,12 +8,12 @@ whose answers differ.
 
 import os
 import shutil
-import subprocess
 
 import pytest
 
-from tests.engines.conftest import ANSWER_S, ROOT, python_of, run_scene
+from tests.engines.conftest import ANSWER_S, VARIABLES, WarmVllm, python_of, run_scene
 from tests.engines.vllm.test_vllm import FULL_BLOCKS, PROMPT, same
+from tests.warm_python import run as run_warm
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -39,17 +39,21 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 def test_keys_events_and_the_gauge(daemon, tiny_model, tmp_path):
     kvstored = daemon()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-           "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
-    env.pop("PYTHONHASHSEED", None)
     scene = "tests.engines.vllm.vllm_keys_scene"
-    run_scene(kvstored, [scene, str(kvstored.dir), tiny_model(0), str(tmp_path)], env, 600.0)
+    run_scene(kvstored, [scene, str(kvstored.dir), tiny_model(0), str(tmp_path)], 600.0)
+
+
+@pytest.mark.parametrize("way", ["connector", "spec"])
+def test_a_router_hears_of_hashes_and_no_more(daemon, tiny_model, tmp_path, way):
+    kvstored = daemon()
+    scene = "tests.engines.vllm.vllm_events_scene"
+    socket = f"ipc://{tmp_path}/events"
+    run_scene(kvstored, [scene, way, str(kvstored.dir), tiny_model(0), socket], 600.0)
 
 
 def adapter(path, seed):
-    subprocess.run(
-        [python_of("vllm"), "-c", ADAPTER, path, str(seed)], check=True, capture_output=True, timeout=ANSWER_S
-    )
+    words = [str(python_of("vllm")), "-c", ADAPTER, path, str(seed)]
+    run_warm(words, ANSWER_S, check=True, python=WarmVllm, env={**os.environ, **VARIABLES})
     return str(path)
 
 

@@ -9,7 +9,6 @@ tier, which a CPU cannot run, goes as far as vLLM's own choice of a tier's class
 import gc
 import json
 import sys
-from dataclasses import asdict
 
 import torch
 from vllm import LLM, EngineArgs, SamplingParams
@@ -32,7 +31,7 @@ SMALL = (
 def cached(transfer):
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     said = parser.parse_args(["--model", MODEL, *SMALL.split(), "--kv-transfer-config", json.dumps(transfer)])
-    llm = LLM(**asdict(EngineArgs.from_cli_args(said)))
+    llm = LLM.from_engine_args(EngineArgs.from_cli_args(said))
     (out,) = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=4), use_tqdm=False)
     llm.generate([{"prompt_token_ids": [2, 3, 5]}], SamplingParams(max_tokens=4), use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()

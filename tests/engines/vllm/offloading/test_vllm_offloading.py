@@ -59,3 +59,26 @@ def test_a_killed_daemon_and_a_corrupt_block(daemon, vllm, tiny_model):
             break
     else:
         raise AssertionError(f"it did not take the new daemon up:\n{first.log()[-4000:]}")
+
+
+def test_a_prefiller_that_is_killed(daemon, vllm, tiny_model, wait_until):
+    """In pieces of 64 tokens: what it had stored of its prompt is found, the rest is computed, all is right.
+    What it had not sealed holds up nobody."""
+    kvstored, model = daemon(), tiny_model(0)
+    spec = {"dir": str(kvstored.dir), "wait_pending_s": 0}
+    pieces = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
+    prefiller, decoder, plain = vllm(
+        {"model": model, "spec": spec, "llm": pieces},
+        {"model": model, "spec": spec}, {"model": model, "store": None},
+    )  # fmt: skip
+    long = [(17 * i * i + 3 * i) % 500 for i in range(1900)]
+    prefiller.send({"do": "generate", "prompts": [long], "tokens": 100})
+    with kvstored.connect() as client:
+        wait_until(lambda: client.stats()["blocks"] >= 2, "it has stored a part", timeout_s=300)
+    prefiller.process.kill()
+    prefiller.process.wait()
+    (decoded,) = decoder.generate(long, tokens=12)
+    assert 0 < decoded["cached"] < 1900
+    same(decoded, plain.generate(long, tokens=12)[0])
+    with kvstored.connect() as client:
+        wait_until(lambda: client.stats()["pins"] == 0, "nothing is pinned for the dead")

@@ -5,11 +5,9 @@ is there, right and of the same identity, and tells what has gone.
 Method: vLLM's factory and its types in a process of its own, over plain memory; no engine.
 """
 
-import os
-
 import pytest
 
-from tests.engines.conftest import ROOT, run_scene
+from tests.engines.conftest import run_scene
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -17,6 +15,4 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 @pytest.mark.parametrize("scene", ["tier", "spec"])
 def test_bytes_parts_identity_events_and_harm(daemon, scene):
     kvstored = daemon()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    env.pop("PYTHONHASHSEED", None)
-    run_scene(kvstored, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(kvstored.dir)], env, 400.0)
+    run_scene(kvstored, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(kvstored.dir)], 400.0)

@@ -126,7 +126,7 @@ class Configuration:
         return {}
 
 
-def engine(revision, load_format="auto"):
+def engine(revision, load_format="auto", hashes="sha256"):
     """What of a VllmConfig counts, of a repository's model."""
     return SimpleNamespace(
         lora_config=None, load_config=SimpleNamespace(load_format=load_format),
@@ -134,7 +134,7 @@ def engine(revision, load_format="auto"):
             model="some/model", revision=revision, hf_config=Configuration(), dtype="float32",
             quantization=None,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo=hashes),
         device_config=SimpleNamespace(device_type="cpu"),
     )  # fmt: skip
 
@@ -155,13 +155,25 @@ def an_engines_weights_are_those_of_its_revision():
                 for revision in (None, "main", "other")
             )
     assert main == also != other
-    dummy = engine(None, "dummy")
+    dummy, told = engine(None, "dummy"), {**options, "weights_digest": "w"}
+    refused(config, dummy, options, "weights_digest", "dummy")
+    assert OffloadNames(config, dummy, told, "rows").identity
+
+    # Hashes that differ in every process are no names, unless all processes have one seed.
+    unseeded = engine(None, hashes="xxhash")
+    refused(config, unseeded, told, "xxhash", "sha256", "PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = "7"
+    assert OffloadNames(config, unseeded, told, "rows").identity
+    del os.environ["PYTHONHASHSEED"]
+
+
+def refused(config, engine, options, *words):
     try:
-        OffloadNames(config, dummy, options, "rows")
-        raise AssertionError("weights that nobody knows were given a name")
+        OffloadNames(config, engine, options, "rows")
     except kvclient.InvalidArgument as error:
-        assert "weights_digest" in str(error) and "dummy" in str(error)
-    assert OffloadNames(config, dummy, {**options, "weights_digest": "w"}, "rows").identity
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"not refused: {words}")
 
 
 def need(what):

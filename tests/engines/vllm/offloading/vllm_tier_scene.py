@@ -2,9 +2,11 @@
 
     python -m tests.engines.vllm.offloading.vllm_tier_scene DIRECTORY
 
-What only the test can do is asked for by a line NEED … and answered by one.
+What only the test can do is asked for by a line NEED … and answered by one. With a second word, "fill", it
+stores job after job until it is killed.
 """
 
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 DIRECTORY, ROWS, ROW = sys.argv[1], 8, 3000
+FILLED = 1000  # the first block of the process that is killed
 CONTEXT = ReqContext(req_id="r")
 PARALLEL = {
     "rank": 0, "world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1,
@@ -70,6 +73,46 @@ def need(what):
     sys.stdin.readline()
 
 
+def content(numbers):
+    return np.stack([np.random.default_rng(number).integers(-128, 128, ROW, np.int8) for number in numbers])
+
+
+def fill():
+    storage, memory = tier()
+    for first in range(FILLED, 1 << 30, ROWS):
+        memory[:] = content(range(first, first + ROWS))
+        job(storage, keys(first, ROWS), list(range(ROWS)), False)
+
+
+def stored_until_it_works(storage, names, rows):
+    deadline = time.monotonic() + 60
+    while not job(storage, names, rows, False).success:
+        assert time.monotonic() < deadline, "nothing can be stored"
+
+
+def a_prefiller_that_is_killed_leaves_what_it_stored():
+    words = [sys.executable, "-m", "tests.engines.vllm.offloading.vllm_tier_scene", DIRECTORY, "fill"]
+    with subprocess.Popen(words) as prefiller:
+        heir, target = tier()
+        deadline = time.monotonic() + 120
+        while not all(found(heir, keys(FILLED, 2 * ROWS))):
+            assert prefiller.poll() is None and time.monotonic() < deadline, "it stores nothing"
+        prefiller.kill()
+    first = FILLED
+    while all(found(heir, keys(first, ROWS))):
+        assert job(heir, keys(first, ROWS), list(range(ROWS)), True).successful_keys is None
+        assert (target == content(range(first, first + ROWS))).all()
+        first += ROWS
+    assert first >= FILLED + 2 * ROWS
+    target[:] = content(range(first, first + ROWS))  # where it died: nobody waits for the dead
+    stored_until_it_works(heir, keys(first, ROWS), list(range(ROWS)))
+    assert all(found(heir, keys(first, ROWS)))
+    heir.shutdown()
+
+
+if sys.argv[2:] == ["fill"]:
+    fill()
+
 storage, memory = tier(enable_kv_events=True)
 other, target = tier()
 memory[:] = np.random.default_rng(1).integers(-128, 128, memory.shape)
@@ -109,9 +152,8 @@ need("kill")
 gone = job(fresh, keys(50, 2), [0, 1], False)
 assert not gone.success and gone.successful_keys is None
 need("start")
-deadline = time.monotonic() + 60
-while not job(fresh, keys(50, 2), [0, 1], False).success:
-    assert time.monotonic() < deadline, "it did not take the new daemon up"
+stored_until_it_works(fresh, keys(50, 2), [0, 1])  # it takes the new daemon up
+a_prefiller_that_is_killed_leaves_what_it_stored()
 for made in (storage, other, fresh):
     made.shutdown()
 try:
