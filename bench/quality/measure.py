@@ -42,7 +42,7 @@ class Subject:
         self.head = tokenizer.encode("")  # what each prompt of this model begins with
         auto = transformers.AutoModelForCausalLM
         self.model = auto.from_pretrained(home, dtype=getattr(torch, dtype)).eval()
-        self.repair, self.dtype, self.name = kvclient.hf.Repair(max_kl=max_kl), dtype, model
+        self.repair, self.dtype, self.name = kvclient.hf.Repair(max_kl=max_kl, caution=1.0), dtype, model
 
     def rows(self, case: Case) -> Iterator[dict[str, Any]]:
         """One for each question."""

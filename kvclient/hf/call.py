@@ -216,6 +216,7 @@ class Report:
     bypass_detail: str | None = None  # …and in full, where the word does not say it
     read_bypassed: str | None = None  # why it was only written
     write_bypassed: str | None = None  # why it was only read, or, "changed", only written until then
+    inside_bypassed: str | None = None  # why nothing was looked for inside the prompt, behind its prefix
     dense: str | None = None  # why not, or no longer, in place: the word that attention.fallbacks() counts
     followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
     no_space: int = 0  # blocks the pool had no room for
@@ -276,7 +277,8 @@ class Totals:
             for name in self._SUMMED:
                 self._sums[name] += getattr(report, name)
             self._tiers.update(report.reused_by_tier)
-            for reason in (report.bypassed, report.read_bypassed, report.write_bypassed):
+            in_part = (report.read_bypassed, report.write_bypassed, report.inside_bypassed)
+            for reason in (report.bypassed, *in_part):
                 if reason is not None:
                     self._bypassed[reason] += 1
 

@@ -83,17 +83,17 @@ def attach(
     of the prompt behind its prefix, computed behind other tokens and moved here, and how it is made right:
     "auto", "none", "selective", "cacheblend", "attention" or a Repair. The answer is then near a full
     prefill's, not equal. None: prefixes only. "calibrated": None until calibrate() has passed for this model
-    on this machine. codec: "int8", "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as
-    many tokens; what is reused then is near what was computed. chunker: where prompts are cut into blocks
-    (kvclient.blocks.chunker), all but "fixed" by what `tokenizer` says. overlap_tokens: of true context
-    before each part that warm() computes for itself. in_place: attend to blocks where they lie, with the
-    native kernels (kvclient.hf.attention), the model's attention until detach(); no dense copy of the cache
-    is made. None: wherever the kernels fit and the model's attention is the one transformers chose; where
-    not, `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place, and
-    tokens that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows, beams
-    and copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the weights, for
-    models too large to be digested at every start (1.3 GB/s a core). state_every_blocks: of recurrent layers,
-    how often a prompt's state (`state_bytes`) is stored besides at its end.
+    on this machine. "auto" promises Repair.max_kl: before calibrate(max_kl=) nothing is reused so. codec:
+    "int8", "int4" or a Kivi: blocks hold K and V in 8 or 4 bits, two or four times as many tokens, near what
+    was computed. chunker: where prompts are cut into blocks (kvclient.blocks.chunker), but for "fixed" as
+    `tokenizer` says. overlap_tokens: of true context before each part of warm(). in_place: attend to blocks
+    where they lie, with native kernels (kvclient.hf.attention), the model's attention until detach(), without
+    a dense copy. None: wherever the kernels fit and the model's attention is the one transformers chose;
+    where not, `backend` says what computes it, and kvclient.hf.attention.fallbacks() why. paged: in place,
+    and tokens that are not in the store lie in pages of a pool of paged_tokens for all calls at once; rows,
+    beams and copies of a cache share them until they differ. weights_digest: 32 bytes to stand for the
+    weights, for models too large to be digested at every start (1.3 GB/s a core). state_every_blocks: of
+    recurrent layers, how often a prompt's state (`state_bytes`) is stored besides at its end.
     A model that is changed while attached, its code included, is digested anew at its next call, but for what
     hides from kvclient.hf.model.watch and kvclient.hf.model.code.
     """
@@ -142,7 +142,7 @@ class Attachment(Scoped):
         self.client = client
         self.padded = True  # whether rows with left padding are served; the self-test decides
         self.last: Report | None = None
-        self.decoding, self._warned, self.overlap_tokens = 0, False, check_overlap(overlap_tokens)
+        self.decoding, self._warned, self.overlap_tokens = 0, set[str](), check_overlap(overlap_tokens)
         self._model_state, self._lock = model_state, threading.Lock()
         self._local = ThisThread(Settings(model_state.codec))
         self._model: torch.nn.Module | None = model

@@ -65,16 +65,21 @@ class ModelState:
             salted(namespace_salt, self._salt), self._weights_digest, form.parameters,
         )  # fmt: skip
         served_models = ServedModels(self._client, kv, form, dimensions, most)
-        repair, unsalted = self._wanted, served_models.unsalted
-        repair = calibration.load(unsalted) if repair == CALIBRATED else repair
-        repair = calibration.cautious(repair, unsalted) if isinstance(repair, Repair) else repair
-        non_prefix = examine_non_prefix(model, kv, repair) if isinstance(repair, Repair) else None
-        served = served_models.of(self.codec, non_prefix)
+        repair = self._asked
+        if self._wanted == CALIBRATED:
+            repair = calibration.load(served_models.unsalted)
+        non_prefix = examine_non_prefix(model, kv, repair) if repair is not None else None
+        served = served_models.of(self.codec, non_prefix).calibrated(repair)
         # All at once and last: whatever was raised until here, the next call examines again.
         self.options = dataclasses.replace(self.options, in_place=in_place, pool=pool)
         self.kv, self._namespace_salt = kv, namespace_salt
         self.served_models, self.served = served_models, served
         self.watch, self.refusal = watch, None
+
+    @property
+    def _asked(self) -> Repair | None:
+        """The repair that attach() was told."""
+        return self._wanted if isinstance(self._wanted, Repair) else None
 
     def _declined(self, model: torch.nn.Module, kv: KVShape) -> bool:
         """Whether the model lost the kernels because of what it caches. Raises InvalidArgument for options
@@ -121,7 +126,7 @@ class ModelState:
                 return self.served
             served_models = self._salted_subjects(salt) if salt else self.served_models
             found = served_models.of(codec, self.served.non_prefix)
-            return found.calibrated() if self._wanted == CALIBRATED and codec != self.codec else found
+            return found if codec == self.codec else found.calibrated(self._asked)
 
     def _salted_subjects(self, salt: bytes) -> ServedModels:
         """Those of the salts asked for last; they go with the served models they were made of."""

@@ -296,14 +296,26 @@ def _note(kv: Attachment, report: Report, trial: Any = None) -> None:
         return
     kv.last = kv._local.last = report
     kv._totals.add(report)
+    if report.inside_bypassed == "uncalibrated" and "inside" not in kv._warned:
+        kv._warned.add("inside")
+        _say_uncalibrated(getattr(kv.repair, "max_kl", None))
     if report.store_error is None:
         return
     kv._rest.begin(report.store_failed_s)
     log.warning("generate() went on without the store: %s", report.store_error)
-    if not kv._warned:
-        kv._warned = True
+    if "store" not in kv._warned:
+        kv._warned.add("store")
         warnings.warn(
             f"generate() goes on without the store: {report.store_error} (said once; `last.store_error` and "
             'stats have each; attach(on_error="raise") raises instead)',
             stacklevel=4,
         )
+
+
+def _say_uncalibrated(max_kl: float | None) -> None:
+    said = (
+        f"nothing is reused inside prompts: what keeps max_kl={max_kl} on this model was not measured; "
+        f"calibrate(max_kl={max_kl}) does that, once per model and machine"
+    )
+    log.warning("%s", said)
+    warnings.warn(f"{said} (said once; `last.inside_bypassed` and stats have each)", stacklevel=5)

@@ -42,7 +42,7 @@ class _InModules(_Unordered):
 
     @conv_states.setter
     def conv_states(self, value: Any) -> None:
-        pass  # of __init__: the block keeps what it has until position 0 ends it
+        pass  # of __init__
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
@@ -100,7 +100,8 @@ def empty_cache(model: Any) -> Any:
     cache = DynamicCache(config=config)
     for index, block in enumerate(_blocks(model) if keeps_states(model) else ()):
         if hasattr(block, "rg_lru"):
-            cache.layers[index] = _InModules(block)
+            cache.layers[index] = layer = _InModules(block)
+            layer.reset()  # behind one token the block would go on with what the call before left in it
     return cache
 
 

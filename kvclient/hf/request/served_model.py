@@ -19,6 +19,7 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.errors import InvalidArgument, NotPermitted
+from kvclient.hf.call import Report
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.full_precision import FullPrecisionFormat, FullPrecisionFormats
 from kvclient.hf.connector.layer_groups import StoredGroup
@@ -27,6 +28,7 @@ from kvclient.hf.connector.snapshots import StoredStates
 from kvclient.hf.model.structure import KVShape
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.quality import calibration
+from kvclient.hf.reuse.repair import Repair
 
 if TYPE_CHECKING:
     from kvclient.hf.request.options import Options
@@ -43,6 +45,7 @@ class ServedModel:
     layout_id: int | None  # None: this client may only read
     form: BlockFormat  # how its K and V lie in blocks
     non_prefix: NonPrefixReuse | None = None  # None: only prefixes are reused
+    known: Repair | None = None  # what its promise takes, where that is known without a calibration
     sinks: FullPrecisionFormats | None = None  # None: blocks hold what was computed
     groups: tuple[StoredGroup, ...] = ()  # layers that do not need all tokens, or are of another shape
     states: StoredStates | None = None
@@ -102,13 +105,26 @@ class ServedModel:
             states=None if self.states is None else self.states.elsewhere(client, tokens),
         )
 
-    def calibrated(self) -> ServedModel:
-        """With the repair that has passed with blocks of this codec; without one, for prefixes only."""
+    def calibrated(self, wanted: Repair | None) -> ServedModel:
+        """With this repair, as it has to be with blocks of this codec. None: with the one that has passed
+        with them; without one, for prefixes only."""
         if self.non_prefix is None:
             return self
-        repair = calibration.load(self.unsalted)
+        repair = calibration.load(self.unsalted) if wanted is None else self.cautious(wanted)
         non_prefix = None if repair is None else dataclasses.replace(self.non_prefix, repair=repair)
         return dataclasses.replace(self, non_prefix=non_prefix)
+
+    def cautious(self, wanted: Repair) -> Repair:
+        """The repair that keeps what this one promises, as far as that was measured."""
+        return calibration.cautious(wanted, self.unsalted, self.known)
+
+    def inside(self, report: Report) -> NonPrefixReuse | None:
+        """How what stands inside a prompt is reused; None: not at all. The report says if that is for want of
+        a calibration."""
+        if self.non_prefix is not None and self.non_prefix.repair.uncalibrated:
+            report.inside_bypassed = "uncalibrated"
+            return None
+        return self.non_prefix
 
 
 def codec_of(codec: str | Kivi | None, chunker: Chunker) -> Kivi | None:
@@ -162,13 +178,15 @@ class ServedModels:
             layout_id = None
         sinks = FullPrecisionFormats.of(self._client, form, dimensions, self._block_tokens)
         unsalted = reuse_identity(dataclasses.replace(dimensions, salt=b""))
+        known = calibration.KNOWN.get(dimensions.weights_digest.hex()) if codec is None else None
         kv, of = self._kv, (self._client, dimensions, self._block_tokens)
         groups = tuple(
             StoredGroup.of(group, BlockFormat.group(group, kv.dtype, codec), *of) for group in kv.groups
         )
         states = StoredStates.of(kv.states, *of) if kv.states else None
         return ServedModel(
-            reuse_identity(dimensions), unsalted, layout_id, form, sinks=sinks, groups=groups, states=states,
+            reuse_identity(dimensions), unsalted, layout_id, form, known=known, sinks=sinks, groups=groups,
+            states=states,
             layers=kv.layers, stepwise=kv.stepwise, most_tokens=kv.most_tokens,
             rates=kv.rates, positions=kv.positions,
         )  # fmt: skip

@@ -49,7 +49,8 @@ class Gauge:
         if not repair.promises or repair.computes_all:
             return None
         last = segments[-1]
-        return cls(min(MOST_ROWS, length - last.stop + min(repair.recency_tokens, len(last))), repair.caution)
+        rows = min(MOST_ROWS, length - last.stop + min(repair.recency_tokens, len(last)))
+        return cls(rows, repair.caution or 1.0)
 
     def passed(self) -> None:
         """A pass has ended, whose logits were seen; without any, or of few rows, nothing can be said."""

@@ -12,8 +12,9 @@ computed; at ratio 1.0 every token is.
                 tokens over what is stored; what is not computed is moved by what those like it were off by
     auto        attention, as far as the model tells what it attends to; then the KL of the answer is
                 estimated (kvclient.hf.reuse.estimate), and where that is more than `max_kl` more is computed,
-                up to all. Without max_kl: attention where an approximate chunk stands behind `behind_tokens`
-                that it may not have been computed behind, else cacheblend
+                up to all. Where nobody measured what the estimate is worth on this model, nothing is reused.
+                Without max_kl: attention where an approximate chunk stands behind `behind_tokens` that it
+                may not have been computed behind, else cacheblend
 
 Exact ones stay untouched under every strategy.
 """
@@ -42,7 +43,9 @@ class Repair:
     ratio: float = 0.05  # of the approximate tokens (cacheblend)
     attended_ratio: float = 0.18  # of the approximate tokens (attention)
     max_kl: float | None = 5e-3  # nats, mean over answers: what is promised (auto). None: nothing is
-    caution: float = 1.0  # times the estimate: what calibrate(max_kl=) found that this model needs (auto)
+    # Times the estimate (auto). None: what calibrate(max_kl=) found that this model needs; before, and for
+    # less than the max_kl it was found for, nothing is promised: nothing is reused.
+    caution: float | None = None
     behind_tokens: int = 256  # before a chunk, inexact: worth asking the question (auto without max_kl)
     # Where deviation is measured. Layer 1 is the first whose K and V know the context, 2 says much more.
     # None: 2 in a model of twenty layers and more.
@@ -60,7 +63,8 @@ class Repair:
             check_real(name, getattr(self, name), 0, 1)
         if self.max_kl is not None:
             check_real("max_kl", self.max_kl, 0, math.inf)
-        check_real("caution", self.caution, 1, MOST_CAUTION)
+        if self.caution is not None:
+            check_real("caution", self.caution, 1, MOST_CAUTION)
         if self.check_layer is not None:
             check_bounds("check_layer", self.check_layer, 0, MAX_LAYERS)
         for name in ("behind_tokens", "scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens"):
@@ -76,6 +80,12 @@ class Repair:
     def promises(self) -> bool:
         """Whether the error of every prompt is estimated and kept below max_kl."""
         return self.method == "auto" and self.max_kl is not None
+
+    @property
+    def uncalibrated(self) -> bool:
+        """Whether nobody knows what keeps the promise on this model: its estimate may be any factor off."""
+        estimates = self.promises and 0 < self.promised < math.inf and self.attended_ratio < 1
+        return estimates and self.caution is None
 
     @property
     def computes_all(self) -> bool:

@@ -16,6 +16,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine
 from kvclient.hf.decoding import stopping as tokens_module
 from kvclient.hf.decoding.stopping import Listener
+from tests.hf.inside import AUTO
 
 TEXT = (
     "The store keeps what was computed. A document may stand anywhere in a prompt, behind any other words. "
@@ -27,7 +28,7 @@ BLOCK = 16
 @pytest.fixture
 def engine(home, client):
     with Engine.from_pretrained(
-        home, client, dtype=torch.float32, block_tokens=BLOCK, repair="auto", self_test=False
+        home, client, dtype=torch.float32, block_tokens=BLOCK, repair=AUTO, self_test=False
     ) as engine:
         yield engine
 

@@ -69,7 +69,9 @@ def compressed(kinds: list[str], window: int):
 
 
 def windows_and_states(kinds: list[str], window: int):
-    """RecurrentGemma: its states lie in its modules."""
+    """RecurrentGemma: its states lie in its modules. Without a window transformers has no cache for it, and
+    of a window of two tokens, which keeps one, the shapes cannot be told."""
+    kinds, window = [*kinds, "sliding_attention"], window + 1
     names = {"full_attention": "recurrent", "sliding_attention": "attention"}
     config = transformers.RecurrentGemmaConfig(
         num_hidden_layers=len(kinds) + 1, block_types=[*(names[kind] for kind in kinds), "recurrent"],
@@ -110,6 +112,9 @@ def answers_are_a_full_prefills(model, block: int, every: int, steps) -> int:
                     client.delete([chain.keys[int(share * len(chain))]])
             begun = prompt(90, seed=text + 1)[:, :cut]
             ids = torch.cat([begun, prompt(new, seed=100 + number)], dim=1)
+            for module in model.modules():
+                if hasattr(module, "conv1d_state"):  # RecurrentGemma: else a token alone goes on with them
+                    module.conv1d_state = module.rg_lru.recurrent_states = None
             with kv.bypass():
                 plain, *_ = generate(model, ids, NEW)
             tokens, *_ = generate(model, ids, NEW)

@@ -14,7 +14,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf.release import STATES
-from tests.hf.zoo import RECURRENT, generate, known, near, prompt
+from tests.hf.zoo import RECURRENT, build, generate, known, near, prompt
 from tests.warm_python import run as run_warm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -175,3 +175,18 @@ def test_two_processes_on_one_daemon_with_different_distances(name, daemon):
         said.append(done.stdout.splitlines()[-1].split(" ", 1))
     assert [reused for reused, _ in said] == ["0", "96"]
     assert said[0][1] == said[1][1]
+
+
+def test_a_token_alone_goes_on_with_no_other_call(attached):
+    """RecurrentGemma's blocks keep the states of the call before, and would take them for this one's."""
+    alone = prompt(1, seed=3)
+    _, wanted, _ = generate(build("recurrent_gemma"), alone, NEW)
+    model = build("recurrent_gemma")
+    kv = attached(model, self_test=False)
+    generate(model, prompt(20, seed=1), NEW)
+    answer, logits, _ = generate(model, alone, NEW)
+    assert kv.last.bypassed is None and near(logits, wanted, 1e-4)
+    longer = torch.cat([answer, prompt(3, seed=4)], dim=1)  # what was published of it
+    _, wanted, _ = generate(build("recurrent_gemma"), longer, NEW)
+    _, logits, _ = generate(model, longer, NEW)
+    assert kv.last.reused_tokens and near(logits, wanted, 1e-4)

@@ -16,6 +16,7 @@ import kvclient.hf
 from kvclient.blocks import meta, plan
 from kvclient.blocks.chunker import Chunker
 from kvclient.errors import InvalidArgument
+from tests.hf.inside import AUTO
 from tests.hf.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -150,7 +151,7 @@ def test_what_needs_a_tokenizer_or_whole_groups_says_so(attach, model, client):
 
 
 def test_what_is_computed_between_and_behind_found_texts_is_found_later(attach, model):
-    kv = attach("auto")
+    kv = attach(AUTO)
     text, another, new = prompt(60, seed=5), prompt(60, seed=6), prompt(70, seed=7)
     generate(model, torch.cat([text, prompt(3, seed=1)], 1))
     generate(model, torch.cat([another, prompt(3, seed=2)], 1))
@@ -165,7 +166,7 @@ def test_what_is_computed_between_and_behind_found_texts_is_found_later(attach, 
 
 
 def test_a_gap_is_nobodys_prefix(attach, model):
-    kv = attach("auto")
+    kv = attach(AUTO)
     text, new = prompt(60, seed=5), prompt(70, seed=7)
     generate(model, text)
     generate(model, torch.cat([prompt(5, seed=8), text, new], 1))
@@ -181,7 +182,7 @@ def test_a_gap_is_nobodys_prefix(attach, model):
 
 
 def test_of_gaps_too_only_the_cacheable_part_is_published(attach, model, client):
-    kv = attach("auto")
+    kv = attach(AUTO)
     text = prompt(60, seed=5)
     generate(model, text)
     before = client.stats()["blocks"]
@@ -194,7 +195,7 @@ def test_of_gaps_too_only_the_cacheable_part_is_published(attach, model, client)
 
 
 def test_a_text_that_is_partly_stored_is_warmed_whole(attach, model):
-    kv = attach("auto")
+    kv = attach(AUTO)
     known, text = prompt(64, seed=5), prompt(130, seed=6)
     generate(model, torch.cat([prompt(7, seed=1), known], 1))
     whole = torch.cat([text[:, :40], known, text[:, 40:]], 1)
@@ -207,7 +208,7 @@ def test_parts_are_warmed_where_that_is_asked_for(attach, model):
     texts = prompt(200, seed=3)[0]
     texts = torch.where(texts % 23 == 0, texts + 1, texts)
     texts[[59, 119]] = 23  # ends of paragraphs
-    kv = attach("auto", chunker="paragraph", overlap_tokens=8)
+    kv = attach(AUTO, chunker="paragraph", overlap_tokens=8)
     stored = kv.warm(texts.tolist(), chunker="paragraph")
     assert (stored.parts, stored.last) == (3, 88)
     generate(model, torch.cat([texts[None, 52:120], prompt(9, seed=2)], 1))

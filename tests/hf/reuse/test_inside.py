@@ -20,7 +20,7 @@ from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import probe_rope
 from kvclient.hf.reuse.blend import Blend, NonPrefixReuse, decoder_layers
 from kvclient.hf.reuse.repair import Repair
-from tests.hf.inside import BLOCK, COMPUTED, DOCUMENT, divergence
+from tests.hf.inside import AUTO, BLOCK, COMPUTED, DOCUMENT, divergence
 from tests.hf.zoo import build, generate, prompt
 
 
@@ -47,7 +47,7 @@ def test_a_document_is_found_at_any_shift(attach, model, shift):
 
 
 def test_what_is_found_starts_behind_the_exact_prefix(attach, model):
-    kv = attach("auto")
+    kv = attach(AUTO)
     ids = torch.cat([COMPUTED[:, :64], prompt(3, seed=8), DOCUMENT, prompt(9, seed=4)], dim=1)
     generate(model, ids)
     assert kv.last.reused_tokens == 64
@@ -55,7 +55,7 @@ def test_what_is_found_starts_behind_the_exact_prefix(attach, model):
 
 
 def test_the_exact_prefix_goes_on_into_a_block_that_agrees_in_part(attach, model, client):
-    kv = attach("auto")
+    kv = attach(AUTO)
     for agreed in (
         BLOCK * 4 + 1,
         BLOCK * 5 - 1,
@@ -79,7 +79,7 @@ def test_the_exact_prefix_goes_on_into_a_block_that_agrees_in_part(attach, model
 
 
 def test_an_identical_prompt_leaves_one_token(attach, model):
-    kv = attach("auto")
+    kv = attach(AUTO)
     tokens, logits, _ = generate(model, COMPUTED)
     assert kv.last.reused_tokens == 140
     with kv.bypass():
@@ -127,7 +127,7 @@ def test_beams_of_one_prompt_are_reused_inside(attach, model):
 
 @pytest.mark.parametrize("method", ["cacheblend", "auto"])
 def test_ratio_one_is_a_full_prefill_bit_by_bit(attach, model, method):
-    kv = attach(Repair(method, ratio=1.0))
+    kv = attach(Repair(method, ratio=1.0, caution=1.0))
     for shift in (1, 16, 40):
         tokens, logits, cache = generate(model, asked(shift))
         assert kv.last.approximate_tokens == 100 and kv.last.recomputed_tokens == 100
@@ -267,7 +267,7 @@ def test_sinks_and_recency_are_fresh():
 
 
 def test_nothing_behind_approximate_tokens_is_published_as_a_prefix(attach, model, client):
-    kv = attach("auto")
+    kv = attach(AUTO)
     ids = asked(37)
     before = client.stats()["blocks"]
     tokens, *_ = generate(model, ids, 60)
@@ -284,7 +284,7 @@ def test_nothing_behind_approximate_tokens_is_published_as_a_prefix(attach, mode
 
 
 def test_no_pin_stays(attach, model, client):
-    kv = attach("auto")
+    kv = attach(AUTO)
     generate(model, asked(5))
     assert kv.last.approximate_tokens
     assert client.stats()["pins"] == 0

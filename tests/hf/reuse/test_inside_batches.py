@@ -13,7 +13,7 @@ import kvclient.errors
 import kvclient.hf
 from kvclient.hf.request.batch import row_by_row
 from kvclient.hf.reuse.repair import Repair
-from tests.hf.inside import BLOCK, COMPUTED, DOCUMENT
+from tests.hf.inside import AUTO, BLOCK, COMPUTED, DOCUMENT
 from tests.hf.zoo import build, generate, prompt
 
 
@@ -59,7 +59,7 @@ def test_ratio_one_is_a_full_prefill_of_every_row(attach, model, method):
                 torch.testing.assert_close(*columns, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("repair", ["none", "selective", "cacheblend", "attention", "auto"])
+@pytest.mark.parametrize("repair", ["none", "selective", "cacheblend", "attention", AUTO], ids=str)
 def test_a_row_is_answered_as_if_it_were_alone(attach, model, repair):
     kv = attach(repair)
     alone, reports = [], []
@@ -77,7 +77,7 @@ def test_a_row_is_answered_as_if_it_were_alone(attach, model, repair):
 
 
 def test_the_error_is_promised_row_by_row(attach, model):
-    kv = attach(Repair("auto", max_kl=1e-9))
+    kv = attach(Repair("auto", max_kl=1e-9, caution=1.0))
     ids, mask = padded(*ROWS)
     with kv.bypass():
         plain = generate(model, ids, attention_mask=mask)[1]
@@ -86,7 +86,7 @@ def test_the_error_is_promised_row_by_row(attach, model):
     assert estimated == [0.0, 0.0, None, None] and kv.last.estimated_kl == 0  # all was computed
     torch.testing.assert_close(logits, plain, rtol=0, atol=1e-3)
     kv.detach()
-    kv = attach(Repair("auto", max_kl=100.0))
+    kv = attach(Repair("auto", max_kl=100.0, caution=1.0))
     generate(model, ids, attention_mask=mask)
     estimated = [row.estimated_kl for row in kv.last.rows]
     assert 0 < estimated[0] < 100 and 0 < estimated[1] < 100 and estimated[2:] == [None, None]
@@ -128,7 +128,7 @@ def test_what_rows_say_is_published(attach, model):
 
 
 def test_a_batch_of_which_nothing_is_found_inside_is_one_pass(attach, model, monkeypatch):
-    kv = attach("auto")
+    kv = attach(AUTO)
     monkeypatch.setattr(row_by_row, "Request", None)  # nobody makes one
     ids, mask = padded(COMPUTED[:, :90], torch.cat([COMPUTED[:, :70], prompt(30, seed=13)], dim=1))
     generate(model, ids, 1, attention_mask=mask)

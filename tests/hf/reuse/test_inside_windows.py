@@ -84,7 +84,8 @@ def test_random_windows_documents_and_evictions_of_single_groups(client, seed):
     kinds = [draw.choice([FULL, SLIDING]) for _ in range(draw.randint(2, 4))]
     model = context_free(kinds, draw.randint(3, 70), seed)
     method = draw.choice(["none", "selective", "cacheblend", "attention", "auto"])
-    repair = Repair(method, ratio=draw.choice([0.05, 0.5]), max_kl=draw.choice([None, 5e-3]), min_tokens=8)
+    ratio, max_kl = draw.choice([0.05, 0.5]), draw.choice([None, 5e-3])
+    repair = Repair(method, ratio=ratio, max_kl=max_kl, caution=1.0, min_tokens=8)
     block, found = draw.choice([4, 8, 16]), 0
     documents = [prompt(draw.randint(40, 120), seed=seed * 10 + i) for i in range(3)]
     options = {"block_tokens": block, "repair": repair, "self_test": False}

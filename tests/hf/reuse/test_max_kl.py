@@ -70,7 +70,7 @@ def test_nothing_may_be_off_so_all_is_computed(attach, model, kernels):
 def test_anything_may_be_off_so_one_pass_repairs(attach, model, rows):
     results = []
     for repair in (
-        Repair(max_kl=1e9, attended_ratio=0.2, **BARE),
+        Repair(max_kl=1e9, caution=1.0, attended_ratio=0.2, **BARE),
         Repair("attention", attended_ratio=0.2, **BARE),
     ):
         kv = attach(repair)
@@ -86,7 +86,7 @@ def test_anything_may_be_off_so_one_pass_repairs(attach, model, rows):
 
 
 def test_a_second_pass_computes_what_the_first_left_out(attach, model, rows, monkeypatch):
-    kv = attach(Repair(attended_ratio=0.2, **BARE))
+    kv = attach(Repair(caution=1.0, attended_ratio=0.2, **BARE))
     rows.clear()
     told(monkeypatch, 1.0, 1e-3, 1e-3)  # behind the first; expected of the second, and behind it
     with kv.bypass(read=False):
@@ -104,7 +104,7 @@ def test_a_second_pass_computes_what_the_first_left_out(attach, model, rows, mon
 
 @pytest.mark.parametrize("estimates", [(1.0, 1.0), (1.0, 1e-3, 1.0)])
 def test_where_the_second_pass_is_not_enough_all_is_computed(attach, model, monkeypatch, estimates):
-    kv = attach(Repair(attended_ratio=0.2))
+    kv = attach(Repair(caution=1.0, attended_ratio=0.2))
     told(monkeypatch, *estimates)
     with kv.bypass(read=False):
         _, logits, _ = generate(model, asked(), 4)
@@ -115,7 +115,7 @@ def test_where_the_second_pass_is_not_enough_all_is_computed(attach, model, monk
 
 def test_what_the_last_pass_computed_is_published_once(attach, model, client, monkeypatch):
     """The text behind the document fills blocks of its own: found by content, and right."""
-    kv = attach(Repair(attended_ratio=0.2))
+    kv = attach(Repair(caution=1.0, attended_ratio=0.2))
     told(monkeypatch, 1.0, 1e-3, 1e-3)
     longer = torch.cat([asked(), prompt(40, seed=11)], dim=1)
     generate(model, longer, 1)
@@ -125,7 +125,7 @@ def test_what_the_last_pass_computed_is_published_once(attach, model, client, mo
 
 
 def test_a_pass_that_fails_leaves_no_hook(attach, model, monkeypatch):
-    kv = attach(Repair(max_kl=1e-9))
+    kv = attach(Repair(max_kl=1e-9, caution=1.0))
     told(monkeypatch, 1.0, 1.0)
     monkeypatch.setattr(passes.Blend, "more", lambda *_args: 1 / 0)
     before = (len(model._forward_hooks), len(model._forward_pre_hooks))
@@ -136,7 +136,7 @@ def test_a_pass_that_fails_leaves_no_hook(attach, model, monkeypatch):
 
 
 def test_logits_are_as_the_caller_asked_for(attach, model):
-    kv = attach(Repair(max_kl=1e9))
+    kv = attach(Repair(max_kl=1e9, caution=1.0))
     out = model.generate(
         asked(), max_new_tokens=2, do_sample=False, pad_token_id=0, output_logits=True,
         return_dict_in_generate=True,

@@ -12,6 +12,7 @@ import kvclient.hf
 from kvclient.hf.request import load_or_compute as pace_module
 from kvclient.hf.request.load_or_compute import UNMEASURED_WAIT_S, PrefillSpeed, WaitBudget
 from tests.daemon.disk.test_disk_tier import files
+from tests.hf.inside import AUTO
 from tests.hf.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -141,7 +142,7 @@ def crowd_out(client, kv, keys):
 def test_a_document_evicted_to_disk_is_found(served, model, wait_until, monkeypatch, tmp_path, waits):
     """Its records still say what a search goes by."""
     monkeypatch.setattr(PrefillSpeed, "patience_s", lambda self, client, tokens, *length_bytes: 30.0 * waits)
-    document, options = prompt(100, seed=5), {"block_tokens": BLOCK, "repair": "auto", "self_test": False}
+    document, options = prompt(100, seed=5), {"block_tokens": BLOCK, "repair": AUTO, "self_test": False}
     computed = torch.cat([prompt(21, seed=2), document, prompt(20, seed=3)], 1)
     with served.connect() as client, kvclient.hf.attach(model, client, **options) as kv:
         generate(model, computed, 1)

@@ -96,7 +96,7 @@ class RowByRow(Request):
         """The prompts, if they are to be computed one by one."""
         served, options = self._served_model, self._options
         asked = config.output_attentions or config.output_hidden_states or config.prefill_chunk_size
-        if served.non_prefix is None or not (self._read and options.search) or asked:
+        if asked or not (self._read and options.search) or served.inside(self.report) is None:
             return None
         try:
             prompt = read_prompt(model, input_ids, model_kwargs)

@@ -6,17 +6,21 @@ that it was not tuned on. Interrupted in the middle of the second caution it tri
 test's.
 """
 
+import json
 import math
 
 import pytest
+import torch
 
 import kvclient.hf
 from kvclient.errors import InvalidArgument
+from kvclient.hf.model.identity import digest_weights
 from kvclient.hf.proof.measure import CAUTIONS
 from kvclient.hf.reuse import estimate
-from kvclient.hf.reuse.quality import verify
+from kvclient.hf.reuse.quality import calibration, verify
 from kvclient.hf.reuse.repair import Repair
-from tests.hf.zoo import build, prompt
+from tests.hf.inside import AUTO, BLOCK, COMPUTED, DOCUMENT, divergence
+from tests.hf.zoo import build, generate, prompt
 
 ANSWER = prompt(9, seed=7)[0].tolist()
 PAIRS = [(prompt(150, seed=seed)[0].tolist(), ANSWER) for seed in (1, 2)]
@@ -61,15 +65,19 @@ def test_the_least_caution_that_keeps_the_promise_is_what_auto_has(kv, model, cl
     assert outcome.passed and outcome.mean_kl <= MAX_KL == outcome.limit and outcome.beyond == 0
     assert said[-1] == (STEPS, STEPS) and [done for done, _ in said] == sorted({done for done, _ in said})
     kv.detach()
-    for wanted, max_kl in (("auto", 5e-3), ("calibrated", MAX_KL), (Repair(max_kl=1.0), 1.0)):
+    asked = (Repair(max_kl=MAX_KL), "calibrated", Repair(max_kl=1.0))
+    for wanted, max_kl in zip(asked, (MAX_KL, MAX_KL, 1.0), strict=True):
         with kvclient.hf.attach(model, client, block_tokens=16, repair=wanted, self_test=False) as later:
             assert (later.repair.caution, later.repair.max_kl) == (found.caution, max_kl)
+            assert not later.repair.uncalibrated
             assert later.verify(PAIRS)["prefix"].passed
     for wanted in ("attention", Repair(max_kl=None)):  # these promise nothing
         with kvclient.hf.attach(model, client, block_tokens=16, repair=wanted, self_test=False) as later:
-            assert later.repair.caution == 1
+            assert later.repair == Repair(later.repair.method, max_kl=later.repair.max_kl)
+    with kvclient.hf.attach(model, client, block_tokens=16, repair="auto", self_test=False) as later:
+        assert later.repair.uncalibrated  # less than what was measured
     with kvclient.hf.attach(build("llama", seed=1), client, repair="auto", self_test=False) as other:
-        assert other.repair == Repair()
+        assert other.repair == Repair() and other.repair.uncalibrated
 
 
 def test_caution_multiplies_the_estimate():
@@ -102,3 +110,76 @@ def test_where_all_is_computed_nothing_is_switched_on(kv, cache):
 def test_a_wrong_promise_is_named(kv, wrong):
     with pytest.raises(InvalidArgument, match="max_kl"):
         kv.calibrate(PAIRS, max_kl=wrong)
+
+
+def kl_of(kv, model, ids):
+    """Of the answer, to a cold run; and the report."""
+    with kv.bypass():
+        plain = generate(model, ids, 9)[1]
+    logits = generate(model, ids, 9)[1]
+    return divergence(logits, plain), kv.last
+
+
+def test_before_it_was_measured_nothing_is_reused_for_a_promise(model, client, too_low, monkeypatch):
+    """A model that hangs on its context more than the estimate knows."""
+    monkeypatch.setattr(estimate, "LEFT", 1e-4)
+    ids = torch.cat([prompt(37, seed=7), DOCUMENT, prompt(9, seed=4)], dim=1)
+    batch = torch.cat([ids, torch.cat([prompt(37, seed=8), DOCUMENT, prompt(9, seed=4)], dim=1)])
+    options = {"block_tokens": BLOCK, "self_test": False}
+    with kvclient.hf.attach(model, client, repair=AUTO, **options) as kv:
+        generate(model, COMPUTED)
+        with kv.bypass(read=False):
+            generate(model, COMPUTED)
+        kl, report = kl_of(kv, model, ids)
+        assert report.approximate_tokens == 100 and report.estimated_kl <= 5e-3 < kl  # so it is not known
+    with (
+        kvclient.InMemoryClient(64 << 20) as fresh,
+        kvclient.hf.attach(model, fresh, repair="auto", **options) as kv,
+    ):
+        with pytest.warns(UserWarning, match=r"calibrate\(max_kl=0.005\)") as warned:
+            generate(model, COMPUTED)
+            kl, report = kl_of(kv, model, ids)
+            assert kl == 0 and (report.approximate_tokens, report.estimated_kl) == (0, None)
+            generate(model, batch, attention_mask=torch.ones_like(batch))
+            assert kv.last.inside_bypassed == "uncalibrated" and kv.last.bypassed is None
+        assert len(warned) == 1 and kv.stats["bypassed"] == {"uncalibrated": 3, "bypass": 1}
+        kv.calibrate(PAIRS, max_kl=1e3)  # that it keeps
+        assert kv.repair.promised == 1e3
+        assert kl_of(kv, model, torch.cat([prompt(21, seed=9), ids], dim=1))[1].approximate_tokens > 90
+
+
+def test_each_codec_has_to_be_measured(model, client, cache):
+    options = {"block_tokens": 32, "repair": "auto", "self_test": False}
+    with kvclient.hf.attach(model, client, **options) as kv:
+        unsalted = kv._served().unsalted
+    cache.mkdir()
+    outcome = verify.Outcome("auto", "none", 0.9, 1e-3, 2e-3, 1.0, None, 0.5, 1.0, limit=5e-3)
+    calibration.save(unsalted, Repair(caution=2.0), outcome)
+    with kvclient.hf.attach(model, client, **options) as kv:
+        assert kv.repair.caution == 2
+        with kv.coded("int8"):
+            assert kv.repair.uncalibrated
+        with kv.salted("ours"):
+            assert kv.repair.caution == 2
+
+
+def test_what_is_known_of_weights_counts(model, client, monkeypatch):
+    digest = digest_weights(model).hex()
+    monkeypatch.setitem(calibration.KNOWN, digest, Repair(caution=3.0, max_kl=1e-2))
+    for repair, caution in ((Repair(max_kl=2e-2), 3), ("auto", None), (Repair(max_kl=2e-2, caution=4.0), 4)):
+        with kvclient.hf.attach(model, client, block_tokens=32, repair=repair, self_test=False) as kv:
+            assert kv.repair.caution == caution
+            with kv.coded("int8"):
+                assert kv.repair.caution in (None, 4)
+
+
+def test_a_calibration_of_another_release_is_told_of_once(model, client, cache, caplog):
+    with kvclient.hf.attach(model, client, block_tokens=16, repair="auto", self_test=False) as kv:
+        path = cache / f"{kv._served().unsalted.hex()}.json"
+    cache.mkdir()
+    path.write_text(json.dumps({"version": 2, "identity": "", "method": "auto"}))
+    for _ in range(2):
+        with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
+            assert kv.repair is None
+    (said,) = [record.getMessage() for record in caplog.records if path.name in record.getMessage()]
+    assert "version 2, not 3" in said and "calibrate()" in said
