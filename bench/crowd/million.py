@@ -1,7 +1,8 @@
 """A million blocks of 4 KiB beside 100,000: create, look-up of 64, and a killed daemon's next start.
 
 Two daemons with full pools, by turns, so that what else the machine does meets both. Batches of 64 blocks
-that each evict 64 others; look-ups of 64 keys drawn from all, so that their records are cold.
+that each evict 64 others; look-ups of a prompt's 64 blocks, some prompt's of all, and of 64 keys drawn from
+all: of a million, neither the index's words nor the records are in the processor's cache.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from bench.daemon_figures import Daemon
 
 BATCH, TURNS, EACH, FEW = 64, 30, 100, 100_000
 REACH_RATIO, REACH_S = 1.2, 3.0
+ROWS = {"create": "create and seal", "look": "look-up of a prompt", "drawn": "look-up of keys drawn from all"}
 LAYOUT = kvclient.Layout(1, 1, 512, "uint8", 3, meta_fixed=0, meta_per_token=0)
 
 
@@ -48,8 +50,18 @@ class Full:
         self.next += BATCH
         return (time.perf_counter_ns() - began) / 1e3
 
-    def look_up(self) -> float:
-        keys = [key(random.randrange(self.next - self.blocks // 2, self.next)) for _ in range(BATCH)]
+    def draw(self) -> int:
+        return random.randrange(self.next - self.blocks // 2, self.next - BATCH)
+
+    def look_up_prompt(self) -> float:
+        first = self.draw()
+        return self.look_up([key(first + i) for i in range(BATCH)])
+
+    def look_up_drawn(self) -> float:
+        return self.look_up([key(self.draw()) for _ in range(BATCH)])
+
+    def look_up(self, keys: list[bytes]) -> float:
+        """µs."""
         began = time.perf_counter_ns()
         self.client.lookup(keys)
         return (time.perf_counter_ns() - began) / 1e3
@@ -68,29 +80,29 @@ def measure(blocks: int) -> dict:
         tempfile.TemporaryDirectory(prefix="kvcrowd-") as large,
     ):
         few, many = Full(Path(small), FEW), Full(Path(large), blocks)
-        took: dict[str, list[float]] = {"few_create": [], "few_look": [], "many_create": [], "many_look": []}
+        took: dict[str, list[float]] = {f"{name}_{row}": [] for name in ("few", "many") for row in ROWS}
         try:
             for _ in range(TURNS):
                 for name, full in (("few", few), ("many", many)):
-                    took[f"{name}_create"] += [full.create() for _ in range(EACH)]
-                    took[f"{name}_look"] += [full.look_up() for _ in range(EACH)]
+                    for row, one_batch in zip(
+                        ROWS, (full.create, full.look_up_prompt, full.look_up_drawn), strict=True
+                    ):
+                        took[f"{name}_{row}"] += [one_batch() for _ in range(EACH)]
             starts = [many.killed() for _ in range(3)]
         finally:
             few.daemon.__exit__(), many.daemon.__exit__()
     figures = {f"{name}_us": median(each) for name, each in took.items()}
     found = figures | {
         "blocks": blocks,
-        "create_ratio": figures["many_create_us"] / figures["few_create_us"],
-        "look_ratio": figures["many_look_us"] / figures["few_look_us"],
+        **{f"{row}_ratio": figures[f"many_{row}_us"] / figures[f"few_{row}_us"] for row in ROWS},
         "ready_s": [took_s for took_s, _ in starts],
         "kept": starts[0][1],
         "cores": os.cpu_count(),
     }
     ready_s = max(found["ready_s"])
     print(f"{blocks:,} blocks beside {FEW:,}, medians of batches of {BATCH}:")
-    print(
-        f"create and seal: {found['many_create_us']:.0f} µs, {found['create_ratio']:.2f} x (<= {REACH_RATIO})"
-    )
-    print(f"look-up: {found['many_look_us']:.1f} µs, {found['look_ratio']:.2f} x (<= {REACH_RATIO})")
+    for row, what in ROWS.items():
+        took_us, ratio = found[f"many_{row}_us"], found[f"{row}_ratio"]
+        print(f"{what}: {took_us:.1f} µs, {ratio:.2f} x (<= {REACH_RATIO})")
     print(f"killed to READY: {ready_s:.2f} s (<= {REACH_S}) with {found['kept']:,} blocks")
     return found
