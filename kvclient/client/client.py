@@ -118,11 +118,13 @@ class KVClient:
     ) -> Writer:
         """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception.
 
-        priority is 0 to 100: of two blocks used alike the lower goes first. ttl_s is how many seconds from
-        now the blocks may live (rounded up to whole ones), None for ever. token_counts has the tokens of each
-        block where they are fewer than the layout's. `sealing` is an earlier writer whose granted blocks are
-        sealed in the same message. A key that gets no memory answers "no_space" and fails nothing else;
-        with on_error="miss" all of them answer "unavailable" while there is no store.
+        priority is 0 to 100: of two blocks used alike the lower goes first, and ten more are worth as much
+        as a use that is a half life newer (an hour, or a quarter of the pool put anew).
+        ttl_s is how many seconds from now the blocks may live (rounded up to whole ones), None for ever.
+        token_counts has the tokens of each block where they are fewer than the layout's. `sealing` is an
+        earlier writer whose granted blocks are sealed in the same message. A key that gets no memory answers
+        "no_space" and fails nothing else; with on_error="miss" all of them answer "unavailable" while there
+        is no store.
         Raises InvalidArgument, NotPermitted, Unavailable, DeadlineExceeded.
         """
         seconds = whole_seconds(ttl_s)

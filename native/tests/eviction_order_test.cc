@@ -89,6 +89,28 @@ TEST(a_prompt_touched_or_got_as_a_whole_still_loses_its_last_block_first) {
   CHECK_EQ(pool.gone_in_turn({1, 3, 0, 2}), 32u);
 }
 
+// Conversations that come and go in a pool full of others' blocks, each of which was used five times and is not asked for again.
+TEST(what_is_new_finds_its_place_among_what_was_used_often) {
+  constexpr uint64_t kTurns = 8, kAtOnce = 4, kConversations = 64, kFirst = 500'000;
+  Prompts pool(8);
+  for (uint64_t prompt = 0; prompt < 32; ++prompt) {
+    pool.put(prompt);
+    for (int use = 0; use < 4; ++use) pool.rig.store->touch(pool.keys(prompt));
+  }
+  uint64_t asked = 0, found = 0;
+  for (uint64_t from = 0; from < kConversations; from += kAtOnce)
+    for (uint64_t turn = 0; turn < kTurns; ++turn)
+      for (uint64_t c = from; c < from + kAtOnce; ++c) {
+        std::vector<Key> before;
+        for (uint64_t b = 0; b < turn; ++b) before.push_back(key(kFirst + c * kTurns + b));
+        for (const bool there : pool.rig.store->touch(before))
+          if (from >= kConversations / 2) asked += 1, found += there;
+        pool.rig.put(kFirst + c * kTurns + turn, kPages);
+      }
+  CHECK(asked > 800 && found == asked);
+  pool.rig.store->check_integrity();
+}
+
 TEST(a_clock_put_back_changes_no_order) {
   Prompts pool(8);
   StoreTest::index(*pool.rig.store).header().score_ns.store(1'000'000'000'000'000);

@@ -34,10 +34,10 @@ TEST(a_full_pool_evicts_the_least_valuable_first) {
   const uint64_t fits = fill(rig, 16, 0);
   CHECK(fits >= 240);
   rig.store->flush(), rig.store->settle();
-  for (uint64_t i = 0; i < fits; ++i) CHECK(rig.put(i, 16, 0, i % 3 == 0 ? 20 : 50) == Grant::Granted);
-  for (uint64_t i = 0; i < fits; i += 3)
-    touch(*rig.store, key(i)), touch(*rig.store, key(i));            // 3 uses at priority 20 = 1.06 at 35
-  for (uint64_t i = 1; i < fits; i += 3) touch(*rig.store, key(i));  // 2 uses at 50
+  for (uint64_t i = 0; i < fits; ++i) CHECK(rig.put(i, 16, 0, i % 3 == 0 ? 10 : 50) == Grant::Granted);
+  // Uses of now, beside which those of a pool ago are little: 3 at priority 10 = 0.5 at 35; 2 at 50 and 1 at 50 = 5.7 and 2.8.
+  for (uint64_t i = 0; i < fits; ++i)
+    for (uint64_t use = 0; use < 3 - i % 3; ++use) touch(*rig.store, key(i));
   const uint64_t before = rig.store->stats().evictions;
   for (uint64_t i = 0; i < fits / 3; ++i) CHECK(rig.put(10'000 + i, 16, 0, 100) == Grant::Granted);
   CHECK_EQ(rig.store->stats().evictions - before, fits / 3);  // one for one

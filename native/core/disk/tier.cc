@@ -121,6 +121,7 @@ void DiskTier::take(Arrival arrival) {
 }
 
 void DiskTier::begin() {
+  take_deleted();  // before a listing finds it
   take_arrivals();
   thread_ = std::thread([this] { run(); });
   begun_.store(true);

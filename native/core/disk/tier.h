@@ -254,7 +254,6 @@ class DiskTier final : public LowerTier {
   // tier_scan.cc
   void scan(uint8_t directory);
   bool list(uint8_t directory);
-  bool all_done() const;
   void all_listed();
   bool tried() const;
   bool counted() const;
@@ -320,9 +319,10 @@ class DiskTier final : public LowerTier {
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)
   bool sweep_ = false;                                  // entries that are doomed and not listed stand anywhere in the index
   bool doom_what_is_found_ = false;
-  bool listed_ = false;            // all of it: what is not in the index is not there
-  uint64_t counted_ = 0;           // bytes of files when a directory had last been listed
-  std::vector<Arrival> arrivals_;  // directories that were opened, for the thread
+  size_t unlisted_ = listings_.size();  // directories that were not listed yet
+  bool listed_ = false;                 // all of it: what is not in the index is not there
+  uint64_t counted_ = 0;                // bytes of files when a directory had last been listed
+  std::vector<Arrival> arrivals_;       // directories that were opened, for the thread
   std::condition_variable stopping_;
   uint32_t newest_s_ = 0;        // when the last file here was written, by the file system's clock
   uint64_t found_today_ = 0;     // bytes of files there that were written today

@@ -22,22 +22,17 @@ void DiskTier::scan(uint8_t directory) {
   for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
     const bool done = list(directory) && !stop_.load();
     std::unique_lock lock(mutex_);
-    Listing& listing = listings_[directory];
-    listing.done = done, listing.tried = true;
-    counted_ = index_.bytes() + reserved_bytes_;
-    if (all_done()) {
+    if (done && --unlisted_ == 0) {  // the last one: it is still counted as being listed
       lock.unlock();
       prune();
       lock.lock();
       if (!stop_.load()) all_listed();
     }
+    listings_[directory].done = done, listings_[directory].tried = true;
+    counted_ = index_.bytes() + reserved_bytes_;
     ::eventfd_write(wake_.get(), 1);
     if (done || stopping_.wait_for(lock, pause, [&] { return stop_.load(); })) return;
   }
-}
-
-bool DiskTier::all_done() const {
-  return std::all_of(listings_.begin(), listings_.end(), [](const Listing& each) { return each.done; });
 }
 
 // Each directory that answers was listed, or that failed. The lock is held, as for the next.

@@ -1,11 +1,12 @@
 // Which block goes first. Evict by value: how often a block was used lately, times the tokens it saves per byte it holds, times
 // its priority. The policy only names victims; the store evicts them. It never includes the store and never reads a clock.
 //
-// Score. A use at time t adds weight * 2^((t - origin) / half life). All scores decay at one rate, so instead of decaying
-// every block with time, new uses count for more: the order of two scores never changes by waiting, no block is ever rescanned,
-// and a queue ordered by score stays right. (ds4 scores its files `(decayed hits + 1) * tokens / size` and rescans all of them;
-// this is the same value without the rescan. The trick is that of forward decay: Cormode et al., ICDE 2009.) With a half life of
-// one hour a double overflows after 42 days; rebase() then divides all scores, which keeps their order.
+// Score. A use at time t adds weight * 2^((t - origin) / half life). All scores decay at one rate, so instead of decaying every
+// block with time, new uses count for more: the order of two scores never changes by waiting, no block is ever rescanned, and a
+// queue ordered by score stays right. (ds4 scores its files `(decayed hits + 1) * tokens / size` and rescans all of them; this is
+// the same value without the rescan. The trick is that of forward decay: Cormode et al., ICDE 2009.) Time is what the store makes
+// it: seconds, and what new blocks took (store_clock.cc). A double overflows after 1,000 half lives; scale() then divides all
+// scores, which keeps their order.
 //   weight = tokens / bytes * 2^((priority - 35) / 10) * (1 - 2^-52 * position)
 // The last factor breaks ties: of blocks used at the same moments the later one in a prompt goes first, since a block without its
 // predecessors serves no prefix. It never outweighs a use 0.4 ms later (2 us up to a million tokens): prompts leave whole, in the
@@ -33,6 +34,7 @@
 namespace kv {
 
 inline constexpr double kHalfLifeSeconds = 3600;
+inline constexpr double kHalfLifePools = 0.25;  // of new blocks: as long a time as the seconds
 
 inline double block_weight(uint32_t tokens, uint64_t bytes, uint32_t priority, uint32_t base_position) {
   static const std::array<double, kMaxPriority + 1> by_priority = [] {

@@ -162,6 +162,8 @@ bool Store::enter(const CreateRequest& request, const CreateItem& item, uint32_t
   }
   layouts_.came(layout_slot);
   add_use(record, now);
+  clock_.entered +=
+      std::max(static_cast<double>(extent.length) / static_cast<double>(options_.capacity_bytes), 1.0 / index_.max_blocks());
   blocks_.records += 1, blocks_.used_bytes += extent.length;
   transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
   if (!index_.insert_key(item.key, record)) {

@@ -1,6 +1,9 @@
 // What a use of a block counts for, and the clock that says so: nanoseconds that this pool has been served, from the monotonic
-// clock. Kept in the table, so that it goes on where the daemon before left it; while none runs it stands still. No date enters
-// it: a clock that ran ahead and was put right would leave scores that no new block reaches for as long.
+// clock, and a half life for each quarter of the pool (or of the table) that new blocks took meanwhile. Kept in the table, so
+// that it goes on where the daemon before left it; while none runs it stands still. No date enters it: a clock that ran ahead and
+// was put right would leave scores that no new block reaches for as long.
+//
+// By the hour alone, a pool full of blocks that were used twice would give up each new prompt before its second use.
 //
 // Invariant: what a use counts for never falls, not over a restart either, but where all scores are divided together.
 
@@ -31,7 +34,8 @@ uint64_t nanoseconds(double half_lives) { return static_cast<uint64_t>(std::max(
 double Store::use_now() {
   const uint64_t now = monotonic_ns();
   auto& clock = index_.header().score_ns;
-  uint64_t score = clock.load(std::memory_order_relaxed) + (now - std::exchange(clock_.read_ns, now));
+  const uint64_t turned = nanoseconds(std::exchange(clock_.entered, 0) / kHalfLifePools);
+  uint64_t score = clock.load(std::memory_order_relaxed) + (now - std::exchange(clock_.read_ns, now)) + turned;
   while (half_lives(score) > kRebaseExponent) {
     const double factor = std::exp2(-kRebaseExponent);
     for (uint32_t r = 0; r < index_.max_blocks(); ++r)

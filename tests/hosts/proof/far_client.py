@@ -63,4 +63,3 @@ class FarClient:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
-

@@ -32,7 +32,10 @@ def test_bytes_that_are_held_here_stay_whatever_the_other_host_does(daemon, tmp_
             put(writer, keys, BIG)
             wait_until(lambda: reader.lookup(keys, peers=True).on_peers == 2, "word of them came")
             held = reader.get(keys, wait_s=30)
-            for harm in (lambda: writer.delete(keys), lambda: [put(writer, [new], BIG) for new in new_keys(40)]):
+            for harm in (
+                lambda: writer.delete(keys),
+                lambda: [put(writer, [new], BIG) for new in new_keys(40)],
+            ):
                 harm()
                 for block in held:
                     check(block, LAYERS)
