@@ -99,6 +99,7 @@ class InProcessStore(InMemoryStore):
         path = self._path(record.key)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
+            temporary.touch(mode=0o600)  # a block holds its prompt's token ids: the user's, in any directory
             temporary.write_bytes(line + body)
             os.replace(temporary, path)
         except OSError as error:

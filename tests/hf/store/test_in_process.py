@@ -4,6 +4,7 @@ blocks come back, in another process too, figures, a reset; what is damaged on d
 Method: the tiny model with a tokenizer of bytes, a budget for a few of its blocks, files written over.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -162,3 +163,16 @@ def test_a_memory_with_room_for_no_block_finds_nothing_and_ends(loaded, tmp_path
         for _ in range(2):
             found = engine.generate(TEXTS[0], 8)
             assert (found.report.reused_tokens, found.tokens) == (0, wanted)
+
+
+def test_in_a_directory_that_others_may_read_its_files_are_the_users_alone(loaded, tmp_path):
+    tmp_path.chmod(0o755)
+    before = os.umask(0)
+    try:
+        with engine_of(loaded, disk_dir=tmp_path) as engine:
+            engine.generate(TEXTS[0], 1)
+    finally:
+        os.umask(before)
+    files = list(tmp_path.glob("*.kv"))
+    assert files and {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert not any(TEXTS[0][:12].encode() in path.read_bytes() for path in files)
