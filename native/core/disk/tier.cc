@@ -41,8 +41,8 @@ DiskTier::DiskTier(Store& store, Options options)
       pool_guard_(pool_, &pool_hit_),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      day_(static_cast<uint64_t>(::time(nullptr)) / kDayS),
       listings_(options.directories.size()),
+      day_(static_cast<uint64_t>(::time(nullptr)) / kDayS),
       index_(options.max_files),
       quota_bytes_(options.quota_bytes) {
   if (options.directories.empty() || options.directories.size() > 64)
