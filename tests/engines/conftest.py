@@ -58,14 +58,14 @@ def flush(directory: Path) -> None:
         door.admin.Flush(admin_pb2.FlushRequest(), timeout=60)
 
 
-def run_scene(daemon, arguments: list[str], limit_s: float) -> None:
+def run_scene(daemon, arguments: list[str], limit_s: float, env: dict[str, str] | None = None) -> None:
     """A module run with the engines' Python, which asserts for itself and says PASSED. It asks for what only
     a test can do by a line NEED …: flip HEX, flush, or a method of the daemon's; each is answered by a line.
-    """
+    With variables of its own it imports for itself."""
     unseeded = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    process = WarmVllm(
+    process = (WarmVllm if env is None else subprocess.Popen)(
         [str(python_of("vllm")), "-m", *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env={**unseeded, **VARIABLES, "VLLM_LOGGING_LEVEL": "ERROR"},
+        text=True, env=env or {**unseeded, **VARIABLES, "VLLM_LOGGING_LEVEL": "ERROR"},
     )  # fmt: skip
     watchdog = threading.Timer(limit_s, process.kill)
     watchdog.start()

@@ -73,7 +73,7 @@ def test_lmcaches_own_check_of_remote_backends_passes(daemon, tmp_path):
 def test_scene(daemon, scene):
     kvstored = daemon(memory="64MiB" if scene == "locks" else "256MiB")
     words = ["tests.engines.lmcache.lmcache_scene", scene, str(kvstored.dir)]
-    run_scene(kvstored, words, environment(), RUN_S)
+    run_scene(kvstored, words, RUN_S, environment())
 
 
 def test_the_base_classes_are_as_recorded():
