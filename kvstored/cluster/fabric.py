@@ -83,7 +83,7 @@ class Fabric:
             pass  # with the next lease
 
         def hosts() -> dict[str, str]:
-            told = [about for about in self.members.members.values() if isinstance(about, dict)]
+            told = self.members.members.values()
             both = [(about.get("segment"), about.get("endpoint")) for about in told]
             known = {at: to for at, to in both if isinstance(at, str) and isinstance(to, str)}
             return known | {mooncake.segment: mooncake.endpoint}
@@ -149,7 +149,7 @@ class Fabric:
         found = {
             node: about["listen"]
             for node, about in self.members.members.items()
-            if isinstance(about, dict) and isinstance(about.get("listen"), str) and about["listen"]
+            if isinstance(about.get("listen"), str) and about["listen"]
         }
         if found != self._told:
             self._told = found

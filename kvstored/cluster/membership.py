@@ -27,6 +27,15 @@ def _b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+def _about(value: str) -> dict[str, Any] | None:
+    """What a host tells of itself; None if somebody else wrote it, which is no host then."""
+    try:
+        about = json.loads(value)
+    except ValueError:
+        return None
+    return about if isinstance(about, dict) else None
+
+
 class Membership:
     def __init__(self, endpoints: str, cluster: str, node: str, about: Mapping[str, Any]) -> None:
         """`endpoints`: HOST:PORT, several joined by commas. `about`: what others are told of this host."""
@@ -46,7 +55,10 @@ class Membership:
             )
             try:
                 with urllib.request.urlopen(request, timeout=CALL_S) as reply:
-                    return json.loads(reply.read(1 << 22))
+                    answer = json.loads(reply.read(1 << 22))
+                if isinstance(answer, dict):
+                    return answer
+                why = f"{what}: the answer is no object"
             except (OSError, ValueError) as error:
                 why = f"{what}: {error}"
                 self._endpoints.append(self._endpoints.pop(0))  # the next, and from now on
@@ -56,13 +68,12 @@ class Membership:
         """Keeps the lease, brings the view up to date. False: etcd is away, and the last view stays."""
         try:
             self._keep()
-            self.members = {
-                name.rpartition("/")[2]: json.loads(value) for name, value in self._under("nodes").items()
-            }
+            told = {name.rpartition("/")[2]: _about(value) for name, value in self._under("nodes").items()}
+            self.members = {name: about for name, about in told.items() if about is not None}
             self.away = ""
             return True
-        except (Away, ValueError) as error:
-            self.away = str(error)
+        except (Away, ValueError, LookupError, TypeError) as error:  # or it answers what etcd does not
+            self.away = f"{type(error).__name__}: {error}" if not isinstance(error, Away) else str(error)
             return False
 
     def _keep(self) -> None:
@@ -89,7 +100,9 @@ class Membership:
         last = first[:-1] + chr(ord(first[-1]) + 1)
         said = self._call("kv/range", {"key": _b64(first), "range_end": _b64(last)})
         return {
-            base64.b64decode(kv["key"]).decode(): base64.b64decode(kv["value"]).decode()
+            base64.b64decode(kv["key"]).decode(errors="replace"): base64.b64decode(kv["value"]).decode(
+                errors="replace"
+            )
             for kv in said.get("kvs", ())
         }
 

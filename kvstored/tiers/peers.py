@@ -92,9 +92,7 @@ class Peers:
         self.pool_port = free_port() if config.cluster and config.cluster_memory else 0
         addresses = [_core.PeerAddress(peer.node, peer.at.host, peer.at.port) for peer in config.peer]
         if self.pool_port:
-            addresses.append(
-                _core.PeerAddress(POOL, "127.0.0.1", self.pool_port, tells=False, places=True)
-            )
+            addresses.append(_core.PeerAddress(POOL, "127.0.0.1", self.pool_port, tells=False, places=True))
         if config.peer or config.cluster:
             for name in config.shared:
                 self._tiers[name] = _core.PeerTier(

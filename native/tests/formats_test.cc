@@ -167,7 +167,7 @@ constexpr Field kFields[] = {
     PROTOCOL(PinsOnTerms, owner),
     PROTOCOL(PinsOnTerms, deadline_ms),
     PROTOCOL(PinsOnTerms, bytes),
-    PROTOCOL(DeviceMemory, given),
+    PROTOCOL(DeviceMemory, writes),
     PROTOCOL(DeviceMemory, reserved),
     PROTOCOL(PromoteHead, priority),
     PROTOCOL(PromoteHead, reserved),

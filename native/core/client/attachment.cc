@@ -130,9 +130,9 @@ void Attachment::tell_terms(int socket) {
   }
 }
 
-bool Attachment::give_to_device(bool given) {
+bool Attachment::give_to_device(bool writes) {
   std::lock_guard lock(device_mutex_);
-  const bool before = std::exchange(given_, given);
+  const bool before = std::exchange(given_, writes);
   try {
     return tell_device();
   } catch (...) {
@@ -171,7 +171,7 @@ void Attachment::watch(const std::shared_ptr<BlockBatch>& batch) {
   std::lock_guard lock(watched_mutex_);
   watched_.push_back(batch);
   if (watched_.size() < sweep_at_) return;
-  std::erase_if(watched_, [](const auto& one) { return one.expired(); });
+  std::erase_if(watched_, [](const auto& batch) { return batch.expired(); });
   sweep_at_ = 2 * watched_.size() + 64;
 }
 
@@ -181,8 +181,8 @@ void Attachment::let_go_of_asked() {
   std::vector<std::shared_ptr<BlockBatch>> back;  // closed, and perhaps gone, behind the lock
   {
     std::lock_guard lock(watched_mutex_);
-    for (const auto& one : watched_)
-      if (auto batch = one.lock(); batch && batch->asked_back()) back.push_back(std::move(batch));
+    for (const auto& weak : watched_)
+      if (auto batch = weak.lock(); batch && batch->asked_back()) back.push_back(std::move(batch));
   }
   for (const auto& batch : back) batch->close();
 }

@@ -74,7 +74,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void let_go_of_asked();
   // A device may write this process's memory of the pool from now on; or is done with all of it, and nothing of it is given back
   // before. False: the daemon is older and knows nothing of it.
-  bool give_to_device(bool given);
+  bool give_to_device(bool writes);
   // The same of a region, whose owner may register it with a device; `more`: made or closed. What the client itself said stays.
   void count_region(int more);
   const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }

@@ -143,7 +143,7 @@ std::byte* BlockWriter::bytes(size_t i) {
 std::byte* BlockWriter::layer(size_t i, uint32_t layer) {
   Item& item = items_[i];
   if (item.layers.empty()) item.layers.resize(layout_.num_layers());
-  if (!given(item, layer)) item.layers_given += 1;
+  if (!is_given_out(item, layer)) item.layers_given += 1;
   item.layers[layer] |= kGiven;
   return memory(i) + layout_.layer_offset(layer, item.wanted.tokens);
 }
@@ -154,7 +154,7 @@ void BlockWriter::check_given(std::span<const size_t> which) const {
     if (!item.open || item.layers_given == layout_.num_layers()) continue;
     std::string missing;
     for (uint32_t first = 0, end; first < layout_.num_layers(); first = end + 1) {
-      for (end = first; end < layout_.num_layers() && !given(item, end);) ++end;
+      for (end = first; end < layout_.num_layers() && !is_given_out(item, end);) ++end;
       if (end > first)
         missing +=
             (missing.empty() ? "" : ", ") + std::to_string(first) + (end > first + 1 ? " to " + std::to_string(end - 1) : "");
@@ -169,7 +169,7 @@ void BlockWriter::zero_rest(std::span<const size_t> which) {
   for (size_t i : which) {
     if (!items_[i].open) continue;
     for (uint32_t l = 0; l < layout_.num_layers(); ++l)
-      if (!given(items_[i], l)) std::memset(layer(i, l), 0, layout_.layer_bytes(l, items_[i].wanted.tokens));
+      if (!is_given_out(items_[i], l)) std::memset(layer(i, l), 0, layout_.layer_bytes(l, items_[i].wanted.tokens));
   }
 }
 
@@ -178,7 +178,7 @@ void BlockWriter::mark_layer(size_t i, uint32_t layer) {
   if (layer != item.layers_marked || layer >= layout_.num_layers())
     throw Error(Code::InvalidArgument, "layer is " + std::to_string(layer) + ", layers are published in order and the next is " +
                                            std::to_string(item.layers_marked) + " of " + std::to_string(layout_.num_layers()));
-  if (!given(item, layer))
+  if (!is_given_out(item, layer))
     throw Error(Code::InvalidArgument, "layer " + std::to_string(layer) + " was not written: its memory was never asked for");
   item.layers_marked += 1;
   std::atomic<uint64_t>& word = attachment_->progress(item.handle.record);

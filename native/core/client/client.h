@@ -122,7 +122,7 @@ class BlockWriter {
   friend class Client;
   static constexpr uint8_t kGiven = 1, kChecksummed = 2;
   std::byte* memory(size_t i) const { return attachment_->writable(items_[i].extent.offset); }
-  bool given(const Item& item, uint32_t layer) const {
+  bool is_given_out(const Item& item, uint32_t layer) const {
     return item.layers_given == layout_.num_layers() || (!item.layers.empty() && item.layers[layer] & kGiven);
   }
   void check_given(std::span<const size_t> which) const;

@@ -101,9 +101,9 @@ void Region::follow(const protocol::RegionItem& change) {
 void Region::pin(const std::vector<std::pair<Key, Sealed>>& fresh) {
   std::vector<uint64_t> pins;
   std::vector<uint32_t> pages, slots(fresh.size()), lost;
-  for (const auto& [key, one] : fresh) {
-    pins.push_back(pin_word(one.block.record, one.block.generation));
-    pages.push_back(static_cast<uint32_t>(one.length / kPageBytes));
+  for (const auto& [key, sealed] : fresh) {
+    pins.push_back(pin_word(sealed.block.record, sealed.block.generation));
+    pages.push_back(static_cast<uint32_t>(sealed.length / kPageBytes));
   }
   const size_t taken = attachment_->take_pins(pins, pages, slots.data());
   fence_full();
@@ -112,10 +112,10 @@ void Region::pin(const std::vector<std::pair<Key, Sealed>>& fresh) {
     const Handle block = fresh[i].second.block;
     const bool held = i < taken && attachment_->board->covers(slots[i], pages[i]) &&
                       attachment_->index.control(block.record).generation() == block.generation;
-    Sealed one = fresh[i].second;
-    one.slot = held ? slots[i] : PinBoard::kNoSlot;
+    Sealed sealed = fresh[i].second;
+    sealed.slot = held ? slots[i] : PinBoard::kNoSlot;
     if (i < taken && !held) lost.push_back(slots[i]);
-    sealed_.insert_or_assign(fresh[i].first, one);
+    sealed_.insert_or_assign(fresh[i].first, sealed);
   }
   if (!lost.empty()) attachment_->board->clear(lost);
 }
@@ -214,8 +214,8 @@ void Region::close() {
   if (closed_ || attachment_->foreign()) return;
   closed_ = true;
   std::vector<uint32_t> slots;
-  for (const auto& [key, one] : sealed_)
-    if (one.slot != PinBoard::kNoSlot) slots.push_back(one.slot);
+  for (const auto& [key, sealed] : sealed_)
+    if (sealed.slot != PinBoard::kNoSlot) slots.push_back(sealed.slot);
   attachment_->board->clear(slots);
   std::vector<protocol::BlockItem> parts;
   for (const Handle& part : parts_) parts.push_back({part.record, 0, part.generation});

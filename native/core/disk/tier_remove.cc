@@ -261,11 +261,11 @@ DiskTier::Room DiskTier::give_up_one(uint64_t bytes, Write* heir) {
 void DiskTier::remember_flush() {
   if (!begun_.load()) throw Error(Code::Unavailable, "flushed until a restart only: " + places_[0].at.path + " is not open yet");
   // A disk that hangs holds up one flush, and not the threads of all that follow. (No timed mutex: g++ 12's TSan sees none.)
-  std::unique_lock one(flush_mutex_);
-  if (!flush_ended_.wait_for(one, kFlushWait, [&] { return !flushing_; }))
+  std::unique_lock flush_lock(flush_mutex_);
+  if (!flush_ended_.wait_for(flush_lock, kFlushWait, [&] { return !flushing_; }))
     throw Error(Code::Unavailable, "flushed until a restart only: a flush before it is still being written");
   flushing_ = true;
-  one.unlock();
+  flush_lock.unlock();
   uint32_t second;
   {
     std::lock_guard lock(mutex_);
@@ -276,9 +276,9 @@ void DiskTier::remember_flush() {
   for (uint8_t d = 0; d < places_.size(); ++d)
     if (const int error = is_open(d) ? places_[d].at.files->keep_flushed(second) : -ETIMEDOUT; error != 0)
       wrong = errno_text("flushed until a restart only: " + places_[d].at.path + "/" + kFlushedFile, -error);
-  one.lock();
+  flush_lock.lock();
   flushing_ = false;
-  one.unlock();
+  flush_lock.unlock();
   flush_ended_.notify_one();
   if (!wrong.empty()) throw Error(Code::Unavailable, wrong);
 }

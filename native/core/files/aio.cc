@@ -69,8 +69,8 @@ void AioEngine::refuse(Transfer* transfer, int error) {
   transfer->result = -error;
   refused_[refused_count_++] = transfer;
   ++in_flight_;
-  const uint64_t one = 1;
-  KV_INVARIANT(::write(event_.get(), &one, sizeof one) == sizeof one);
+  const uint64_t wakeup = 1;
+  KV_INVARIANT(::write(event_.get(), &wakeup, sizeof wakeup) == sizeof wakeup);
 }
 
 size_t AioEngine::completed(std::span<Transfer*> done) {
@@ -94,8 +94,8 @@ size_t AioEngine::completed(std::span<Transfer*> done) {
   }
   in_flight_ -= static_cast<uint32_t>(count);
   if (count == done.size() && in_flight_ > 0) {  // more may be done than fitted
-    const uint64_t one = 1;
-    KV_INVARIANT(::write(event_.get(), &one, sizeof one) == sizeof one);
+    const uint64_t wakeup = 1;
+    KV_INVARIANT(::write(event_.get(), &wakeup, sizeof wakeup) == sizeof wakeup);
   }
   return count;
 }

@@ -177,8 +177,8 @@ class Faults::FaultyEngine final : public Engine {
   }
 
   void ring() const {
-    const uint64_t one = 1;
-    KV_INVARIANT(::write(event_fd(), &one, sizeof one) == sizeof one);
+    const uint64_t wakeup = 1;
+    KV_INVARIANT(::write(event_fd(), &wakeup, sizeof wakeup) == sizeof wakeup);
   }
 
   // Leaves a beginning of it, in whole sectors; possibly nothing.

@@ -69,8 +69,8 @@ int PatientFiles::call(const std::shared_ptr<Call>& call) {
 
 int PatientFiles::open_read(const std::string& path, uint64_t* bytes) {
   const auto made = std::make_shared<Call>();
-  made->make = [path](Files& files, Call& one) { return files.open_read(path, &one.bytes); };
-  made->undo = [](Files& files, Call& one) { files.close(one.result); };
+  made->make = [path](Files& files, Call& call) { return files.open_read(path, &call.bytes); };
+  made->undo = [](Files& files, Call& call) { files.close(call.result); };
   const int result = call(made);
   if (result >= 0) *bytes = made->bytes;
   return result;
@@ -78,8 +78,8 @@ int PatientFiles::open_read(const std::string& path, uint64_t* bytes) {
 
 int PatientFiles::create_temp(uint64_t bytes, std::string* temp) {
   const auto made = std::make_shared<Call>();
-  made->make = [bytes](Files& files, Call& one) { return files.create_temp(bytes, &one.temp); };
-  made->undo = [](Files& files, Call& one) { drop_temp(files, one.result, one.temp); };
+  made->make = [bytes](Files& files, Call& call) { return files.create_temp(bytes, &call.temp); };
+  made->undo = [](Files& files, Call& call) { drop_temp(files, call.result, call.temp); };
   const int result = call(made);
   if (result >= 0) *temp = made->temp;
   return result;
@@ -87,8 +87,8 @@ int PatientFiles::create_temp(uint64_t bytes, std::string* temp) {
 
 int PatientFiles::take_over(const std::string& path, uint64_t bytes, std::string* temp) {
   const auto made = std::make_shared<Call>();
-  made->make = [path, bytes](Files& files, Call& one) { return files.take_over(path, bytes, &one.temp); };
-  made->undo = [](Files& files, Call& one) { drop_temp(files, one.result, one.temp); };
+  made->make = [path, bytes](Files& files, Call& call) { return files.take_over(path, bytes, &call.temp); };
+  made->undo = [](Files& files, Call& call) { drop_temp(files, call.result, call.temp); };
   const int result = call(made);
   if (result >= 0) *temp = made->temp;
   return result;
@@ -130,7 +130,7 @@ int PatientFiles::keep_deleted(std::span<const Key> keys) {
 
 uint32_t PatientFiles::written_s(int fd, uint32_t after_s) {
   const auto made = std::make_shared<Call>();
-  made->make = [fd, after_s](Files& files, Call& one) { return one.bytes = files.written_s(fd, after_s), 0; };
+  made->make = [fd, after_s](Files& files, Call& call) { return call.bytes = files.written_s(fd, after_s), 0; };
   return call(made) < 0 ? 0 : static_cast<uint32_t>(made->bytes);
 }
 

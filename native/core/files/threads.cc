@@ -67,8 +67,8 @@ void ThreadEngine::work() {
     transfer->result = move_all(*transfer);
     lock.lock();
     done_.push_back(transfer);
-    const uint64_t one = 1;
-    KV_INVARIANT(::write(event_.get(), &one, sizeof one) == sizeof one);
+    const uint64_t wakeup = 1;
+    KV_INVARIANT(::write(event_.get(), &wakeup, sizeof wakeup) == sizeof wakeup);
   }
 }
 
@@ -91,8 +91,8 @@ size_t ThreadEngine::completed(std::span<Transfer*> done) {
   std::copy_n(done_.begin(), count, done.begin());
   done_.erase(done_.begin(), done_.begin() + static_cast<ptrdiff_t>(count));
   in_flight_ -= static_cast<uint32_t>(count);
-  const uint64_t one = 1;
-  if (!done_.empty()) KV_INVARIANT(::write(event_.get(), &one, sizeof one) == sizeof one);
+  const uint64_t wakeup = 1;
+  if (!done_.empty()) KV_INVARIANT(::write(event_.get(), &wakeup, sizeof wakeup) == sizeof wakeup);
   return count;
 }
 

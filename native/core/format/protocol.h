@@ -205,7 +205,7 @@ struct PinsOnTerms {
   uint64_t bytes;        // beyond which the oldest are; 0: no bound
 };
 struct DeviceMemory {
-  uint32_t given;  // 1: a device was given memory of the pool and may write there. 0: it is done with all of it
+  uint32_t writes;  // 1: a device was given memory of the pool and may write there. 0: it is done with all of it
   uint32_t reserved;
 };
 

@@ -29,9 +29,9 @@ constexpr uint64_t kSlowestBytesPerS = 4 << 20;  // who sends slower is as good 
 constexpr uint64_t kNsPerMs = 1'000'000;
 
 bool wait_for(int fd, short events, int timeout_ms) {
-  pollfd one{fd, events, 0};
+  pollfd polled{fd, events, 0};
   int ready;
-  while ((ready = ::poll(&one, 1, timeout_ms)) < 0 && errno == EINTR) continue;
+  while ((ready = ::poll(&polled, 1, timeout_ms)) < 0 && errno == EINTR) continue;
   return ready > 0;
 }
 
@@ -245,8 +245,8 @@ void Channel::take_checked(const Frame& head, std::byte* to) {
 }
 
 bool Channel::hung_up() const {
-  pollfd one{socket_.get(), POLLIN | POLLRDHUP, 0};
-  return in_at_ != in_end_ || (tls_ && tls_->buffered()) || ::poll(&one, 1, 0) > 0;
+  pollfd polled{socket_.get(), POLLIN | POLLRDHUP, 0};
+  return in_at_ != in_end_ || (tls_ && tls_->buffered()) || ::poll(&polled, 1, 0) > 0;
 }
 
 void Channel::cut() const { ::shutdown(socket_.get(), SHUT_RDWR); }

@@ -140,17 +140,17 @@ void BlockReceiver::take_head(const Frame& frame, Item& landing) {
 // Their memory, in as few calls as there are kinds of blocks among them.
 void BlockReceiver::create_headed() {
   for (size_t first = 0, last; first < headed_.size(); first = last) {
-    const Item& one = *headed_[first];
+    const Item& begun = *headed_[first];
     std::vector<CreateItem> items;
     for (last = first; last < headed_.size(); ++last) {
       const Item& next = *headed_[last];
       const BlockHead& head = next.head;
-      if (next.known->id != one.known->id || head.priority != one.head.priority || head.ttl_s != one.head.ttl_s) break;
+      if (next.known->id != begun.known->id || head.priority != begun.head.priority || head.ttl_s != begun.head.ttl_s) break;
       items.push_back({head.key, head.fingerprint, head.tokens, head.base_position, head.parent});
     }
     try {
-      const uint32_t priority = std::min(one.head.priority, kMaxPriority);
-      const std::vector<Granted> granted = store_.create({owner_, one.known->id, priority, one.head.ttl_s, items});
+      const uint32_t priority = std::min(begun.head.priority, kMaxPriority);
+      const std::vector<Granted> granted = store_.create({owner_, begun.known->id, priority, begun.head.ttl_s, items});
       for (size_t i = 0; i < items.size(); ++i) {
         Item& landing = *headed_[first + i];
         landing.created = granted[i].status == Grant::Granted;

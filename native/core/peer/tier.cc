@@ -365,17 +365,17 @@ std::vector<Tier::PeerStats> Tier::stats() {
     static constexpr const char* kStates[] = {"new", "up", "down"};
     const Peer& peer = *peers_[p];
     if (peer.left) continue;
-    PeerStats one{};
-    one.node = peer.at.node, one.address = peer.at.host + ":" + std::to_string(peer.at.port);
-    one.state = kStates[static_cast<int>(peer.state)], one.why = peer.why;
-    one.queued = peer.queue.size(), one.in_flight = peer.in_flight;
-    one.rtt_us = peer.rtt_us, one.bytes_per_s = peer.bytes_per_s, one.connects = peer.connects;
-    one.streams = peer.started, one.held = directory_.held(p), one.complete = directory_.complete() >> p & 1;
-    one.lent = peer.places ? loans_.lent() : 0;
-#define X(name) one.name = peer.name;
+    PeerStats about{};
+    about.node = peer.at.node, about.address = peer.at.host + ":" + std::to_string(peer.at.port);
+    about.state = kStates[static_cast<int>(peer.state)], about.why = peer.why;
+    about.queued = peer.queue.size(), about.in_flight = peer.in_flight;
+    about.rtt_us = peer.rtt_us, about.bytes_per_s = peer.bytes_per_s, about.connects = peer.connects;
+    about.streams = peer.started, about.held = directory_.held(p), about.complete = directory_.complete() >> p & 1;
+    about.lent = peer.places ? loans_.lent() : 0;
+#define X(name) about.name = peer.name;
     KV_PEER_COUNTERS(X)
 #undef X
-    out.push_back(std::move(one));
+    out.push_back(std::move(about));
   }
   return out;
 }

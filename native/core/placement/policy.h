@@ -70,11 +70,11 @@ Next next_step(const Directory& directory, Directory::Mask usable, const Key& ke
     route.asked |= Directory::Mask{1} << peer;
     return Next{Step::Ask, peer};
   };
-  if (const auto one = choose((directory.holders(key) | route.referred) & open, turn, cost)) return ask(*one);
+  if (const auto chosen = choose((directory.holders(key) | route.referred) & open, turn, cost)) return ask(*chosen);
   if (route.blind < kMostBlind) {
-    if (const auto one = choose(open & ~directory.complete(), turn, cost)) {
+    if (const auto chosen = choose(open & ~directory.complete(), turn, cost)) {
       route.blind += 1;
-      return ask(*one);
+      return ask(*chosen);
     }
   }
   if (route.busy && route.tries < kMostTries) {
@@ -96,8 +96,8 @@ class Admission {
     std::lock_guard lock(mutex_);
     Sending& it = sending_[key];
     if (it.now >= kMostCopiesAtOnce) {
-      for (const std::string& one : it.last)
-        if (one != node) instead.push_back(one);
+      for (const std::string& other : it.last)
+        if (other != node) instead.push_back(other);
       turned_away_ += 1;
       return false;
     }

@@ -14,12 +14,12 @@ bool is_own(uint32_t uid) { return uid == 0 || uid == ::geteuid(); }
 // Those whose peers have not hung up and whose processes live.
 std::vector<uint32_t> present(const std::list<Seats::Taken>& taken) {
   std::vector<pollfd> asked;
-  for (const Seats::Taken& one : taken) asked.push_back({one.socket, POLLRDHUP, 0}), asked.push_back({one.process, POLLIN, 0});
+  for (const Seats::Taken& seat : taken) asked.push_back({seat.socket, POLLRDHUP, 0}), asked.push_back({seat.process, POLLIN, 0});
   ::poll(asked.data(), asked.size(), 0);  // that fails: all are there
   std::vector<uint32_t> out;
   size_t at = 0;
-  for (const Seats::Taken& one : taken) {
-    if (!(asked[at].revents & (POLLRDHUP | POLLHUP)) && !asked[at + 1].revents) out.push_back(one.uid);
+  for (const Seats::Taken& seat : taken) {
+    if (!(asked[at].revents & (POLLRDHUP | POLLHUP)) && !asked[at + 1].revents) out.push_back(seat.uid);
     at += 2;
   }
   return out;
@@ -31,17 +31,17 @@ size_t Seats::most_of(uint32_t uid) const { return is_own(uid) ? most_ : std::ma
 
 // An eighth is the owner's: who may come as one of a group may have many user ids.
 bool Seats::room_for(uint32_t uid) {
-  const size_t own = most_ > 1 ? std::max<size_t>(1, most_ / 8) : 0;
+  const size_t kept = most_ > 1 ? std::max<size_t>(1, most_ / 8) : 0;
   const auto room = [&](const std::vector<uint32_t>& there) {
     if (there.size() >= most_) return false;
     if (is_own(uid)) return true;
     const auto theirs = static_cast<size_t>(std::ranges::count(there, uid));
-    const auto others = static_cast<size_t>(std::ranges::count_if(there, [](uint32_t one) { return !is_own(one); }));
-    return theirs < most_of(uid) && others < most_ - own;
+    const auto others = static_cast<size_t>(std::ranges::count_if(there, [](uint32_t seat_uid) { return !is_own(seat_uid); }));
+    return theirs < most_of(uid) && others < most_ - kept;
   };
   std::lock_guard lock(mutex_);
   std::vector<uint32_t> all;
-  for (const Taken& one : taken_) all.push_back(one.uid);
+  for (const Taken& seat : taken_) all.push_back(seat.uid);
   return room(all) || room(present(taken_));
 }
 

@@ -85,7 +85,7 @@ std::vector<uint8_t> pin_terms(Store& store, uint32_t session, protocol::Reader 
 std::vector<uint8_t> device(Store& store, uint32_t session, protocol::Reader body) {
   const auto memory = body.take<protocol::DeviceMemory>();
   need_end(body);
-  store.give_to_device(session, memory.given != 0);
+  store.give_to_device(session, memory.writes != 0);
   return {};
 }
 
@@ -97,9 +97,9 @@ std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<
 
 std::vector<uint8_t> told(const std::vector<RegionChange>& changes) {
   std::vector<uint8_t> out;
-  for (const RegionChange& one : changes)
-    append(out, protocol::RegionItem{one.status, one.block.record, one.block.generation, one.opened.record, one.ended.record,
-                                     one.opened.generation, one.ended.generation});
+  for (const RegionChange& change : changes)
+    append(out, protocol::RegionItem{change.status, change.block.record, change.block.generation, change.opened.record,
+                                     change.ended.record, change.opened.generation, change.ended.generation});
   return out;
 }
 
@@ -301,10 +301,10 @@ void SessionThread::bound_left_sessions(uint32_t uid) {
   const size_t most = shared_.seats.most_of(uid);
   store_.reap_left_sessions();
   size_t left = 0;
-  for (const Store* one : shared_.stores) left += one->left_sessions(uid);
+  for (const Store* store : shared_.stores) left += store->left_sessions(uid);
   if (left < most) return;
   left = 0;
-  for (Store* one : shared_.stores) one->reap_left_sessions(), left += one->left_sessions(uid);
+  for (Store* store : shared_.stores) store->reap_left_sessions(), left += store->left_sessions(uid);
   if (left >= most)
     throw Error(Code::NoSpace, std::to_string(left) + " sessions of user " + std::to_string(uid) +
                                    " have ended while their processes still map them, the limit is " + std::to_string(most));

@@ -33,8 +33,8 @@ SessionServer::Options one_tenant_each(SessionServer::Options options, size_t st
 }
 
 void ring(const Fd& event) {
-  const uint64_t one = 1;
-  if (event) KV_INVARIANT(::write(event.get(), &one, sizeof one) == sizeof one);
+  const uint64_t wakeup = 1;
+  if (event) KV_INVARIANT(::write(event.get(), &wakeup, sizeof wakeup) == sizeof wakeup);
 }
 
 }  // namespace

@@ -56,8 +56,8 @@ void SessionThread::stop() {
 }
 
 void SessionThread::wake() {
-  const uint64_t one = 1;
-  if (wake_) KV_INVARIANT(::write(wake_.get(), &one, sizeof one) == sizeof one);
+  const uint64_t wakeup = 1;
+  if (wake_) KV_INVARIANT(::write(wake_.get(), &wakeup, sizeof wakeup) == sizeof wakeup);
 }
 
 void SessionThread::take(Arrival arrival) {

@@ -57,12 +57,12 @@ std::optional<uint32_t> LayoutTable::take(const Held& held, bool older_readers) 
   std::optional<uint32_t> found;
   if (!older_readers) {
     auto rank = [&](uint32_t number) {
-      const Slot& one = slots_[number];
-      return std::tuple(one.known != nullptr, held[number], one.on_disk > 0, one.used_at);
+      const Slot& entry = slots_[number];
+      return std::tuple(entry.known != nullptr, held[number], entry.on_disk > 0, entry.used_at);
     };
     for (uint32_t number = 0; number < used; ++number) {
-      const Slot& one = slots_[number];
-      if (one.taken || one.blocks || slot(number).generation() == kLastLayoutGeneration) continue;
+      const Slot& entry = slots_[number];
+      if (entry.taken || entry.blocks || slot(number).generation() == kLastLayoutGeneration) continue;
       if (!found || rank(number) < rank(*found)) found = number;
     }
   }
@@ -80,24 +80,24 @@ std::optional<uint32_t> LayoutTable::take(const Held& held, bool older_readers) 
 std::optional<uint32_t> LayoutTable::victim(const Held& held, uint64_t& after) const {
   std::optional<uint32_t> found;
   for (uint32_t number = 0; number < size(); ++number) {
-    const Slot& one = slots_[number];
-    if (!one.known || held[number] || one.used_at <= after || slot(number).generation() == kLastLayoutGeneration) continue;
-    if (!found || one.used_at < slots_[*found].used_at) found = number;
+    const Slot& entry = slots_[number];
+    if (!entry.known || held[number] || entry.used_at <= after || slot(number).generation() == kLastLayoutGeneration) continue;
+    if (!found || entry.used_at < slots_[*found].used_at) found = number;
   }
   if (found) after = slots_[*found].used_at;
   return found;
 }
 
 uint32_t LayoutTable::put(uint32_t number, Layout layout) {
-  Slot& one = slots_[number];
-  KV_INVARIANT(one.taken && !one.known && one.blocks == 0 && one.on_disk == 0);
+  Slot& entry = slots_[number];
+  KV_INVARIANT(entry.taken && !entry.known && entry.blocks == 0 && entry.on_disk == 0);
   const Key digest = layout_digest(layout);
   const uint32_t id = layout_id(number, slot(number).generation());
   slot(number).change(layout_generation(id), layout.blob);
   if (number >= header().layouts.load(std::memory_order_relaxed)) header().layouts.store(number + 1, std::memory_order_release);
   by_digest_[digest] = number;
-  one.known = std::make_shared<const KnownLayout>(KnownLayout{id, digest, std::move(layout)});
-  one.taken = false, one.used_at = ++uses_;
+  entry.known = std::make_shared<const KnownLayout>(KnownLayout{id, digest, std::move(layout)});
+  entry.taken = false, entry.used_at = ++uses_;
   return id;
 }
 
@@ -105,9 +105,9 @@ void LayoutTable::give_back(uint32_t number) { slots_[number].taken = false; }
 
 void LayoutTable::check(const std::vector<uint64_t>& blocks, const std::vector<uint64_t>& on_disk) const {
   for (uint32_t number = 0; number < size(); ++number) {
-    const Slot& one = slots_[number];
-    if (blocks[number] == one.blocks && on_disk[number] == one.on_disk && (one.known || one.blocks == 0)) continue;
-    throw Error(Code::Integrity, "layout slot " + std::to_string(number) + " is said to have " + std::to_string(one.blocks) +
+    const Slot& entry = slots_[number];
+    if (blocks[number] == entry.blocks && on_disk[number] == entry.on_disk && (entry.known || entry.blocks == 0)) continue;
+    throw Error(Code::Integrity, "layout slot " + std::to_string(number) + " is said to have " + std::to_string(entry.blocks) +
                                      " blocks, it has " + std::to_string(blocks[number]));
   }
 }

@@ -152,7 +152,7 @@ class Store {
   void set_pin_terms(uint32_t session, const PinTerms& terms);                // a client's or an engine's
   bool ask_pins_back(uint32_t session);  // all of this moment. False: there is no such session
   // Its memory is known to a device from now on, or no longer. Throws FailedPrecondition if its process cannot be seen.
-  void give_to_device(uint32_t session, bool given);
+  void give_to_device(uint32_t session, bool writes);
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol = protocol::kVersion);
   void check_reader(uint32_t protocol) const;                    // throws IncompatibleVersion; waits for no lock

@@ -37,15 +37,15 @@ uint64_t Store::charge(const Session& session) const {
 // Beside all other sessions.
 Store::PinsLeft Store::left_for(const Session& session) const {
   const uint64_t part = options_.capacity_bytes / kPageBytes / kParts;
-  uint64_t users = 0, own = 0, pins = 0;
+  uint64_t users = 0, of_user = 0, pins = 0;
   for (auto& [id, other] : sessions_) {
     if (!other->budgeted || other.get() == &session) continue;
     users += charge(*other);
     if (other->holder.uid != session.holder.uid) continue;
-    own += charge(*other), pins += other->allowance.slots;
+    of_user += charge(*other), pins += other->allowance.slots;
   }
   const uint64_t most = part * (session.holder.read_only ? kReaderParts : kWriterParts);
-  return {std::min(less(most, own), less(part * kUsersParts, users)), less(kUserPins, pins)};
+  return {std::min(less(most, of_user), less(part * kUsersParts, users)), less(kUserPins, pins)};
 }
 
 // Of another user who can ask begins with nothing; who cannot has half of what is left, for good.

@@ -20,7 +20,7 @@ const Layout& Store::layout_of(uint32_t slot) const {
 bool Store::older_readers() {
   reap_sessions(kReapSlice);
   return std::any_of(sessions_.begin(), sessions_.end(),
-                     [](const auto& one) { return one.second->file && one.second->protocol < protocol::kVersionLayouts; });
+                     [](const auto& entry) { return entry.second->file && entry.second->protocol < protocol::kVersionLayouts; });
 }
 
 uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session) {
@@ -36,7 +36,7 @@ uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session)
   if (const auto id = known()) return *id;
   const bool older = older_readers();
   LayoutTable::Held held;
-  for (auto& [id, one] : sessions_) held |= one->layouts;
+  for (auto& [id, holder] : sessions_) held |= holder->layouts;
   std::optional<uint32_t> slot = layouts_.take(held, older);
   uint64_t after = 0;
   for (int tries = 0; !slot && !older && tries < kMostEvicted; ++tries) {
@@ -48,7 +48,7 @@ uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session)
   }
   if (const auto id = known()) return slot ? layouts_.give_back(*slot), *id : *id;
   if (!slot) throw Error(Code::NoSpace, layouts_.full(older));
-  for (auto& [id, one] : sessions_) one->layouts.reset(*slot);
+  for (auto& [id, holder] : sessions_) holder->layouts.reset(*slot);
   if (layouts_.on_disk(*slot)) forget_layout_on_disk(*slot);
   if (known()) {  // registered by another meanwhile
     layouts_.give_back(*slot);
@@ -98,7 +98,8 @@ std::vector<LayoutInfo> Store::layouts() {
   std::vector<LayoutInfo> out;
   for (uint32_t slot = 0; slot < layouts_.size(); ++slot) {
     if (!layouts_.is_known(slot)) continue;
-    const auto held = std::count_if(sessions_.begin(), sessions_.end(), [slot](auto& one) { return one.second->layouts[slot]; });
+    const auto held =
+        std::count_if(sessions_.begin(), sessions_.end(), [slot](auto& entry) { return entry.second->layouts[slot]; });
     out.push_back({layouts_.in(slot), layouts_.blocks(slot), layouts_.on_disk(slot), static_cast<uint32_t>(held)});
   }
   return out;

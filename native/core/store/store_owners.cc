@@ -73,12 +73,12 @@ bool Store::look_after_terms() {
   return any;
 }
 
-void Store::give_to_device(uint32_t id, bool given) {
+void Store::give_to_device(uint32_t id, bool writes) {
   const Entry entry(*this);
   Session& session = *sessions_.at(id);
   if (!session.file) return;
-  const uint64_t process = given ? process_identity(session.pid) : 0;
-  if (given && !process)
+  const uint64_t process = writes ? process_identity(session.pid) : 0;
+  if (writes && !process)
     throw Error(Code::FailedPrecondition, "process " + std::to_string(session.pid) +
                                               " cannot be seen from here, so nobody would know when its device is done");
   session.device = process;

@@ -123,18 +123,18 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   }
   const uint64_t size_class = Arena::size_class(length);
   const uint64_t slab = arena_.slab_bytes_for(length);
-  const auto own = policy_.least(size_class);
+  const auto least = policy_.least(size_class);
   const auto any = policy_.least();
   // Neither a block may go nor a run be free: no need to look at all of the pool.
   auto hopeless = [&]() REQUIRES(mutex_) { return policy_.size() == 0 && blocks_.used_bytes + length > pool_.frontier(); };
   bool taken = false;
-  if (own.record == policy_.kNone) {
+  if (least.record == policy_.kNone) {
     if (!hopeless()) taken = evict_cheapest_run(arena_.pieces(true), slab, INFINITY).has_value();
-  } else if (any.score < own.score) {
+  } else if (any.score < least.score) {
     // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few
     // slabs.
     const uint64_t at = extent_of(any.record).offset;
-    const double worth = own.score * static_cast<double>(slab / size_class * size_class);
+    const double worth = least.score * static_cast<double>(slab / size_class * size_class);
     taken = evict_cheapest_run(arena_.pieces(true, at - std::min(at, slab), at + slab), slab, worth).has_value();
   }
   if (!taken) evict_least(size_class, count + room_for_more(length));
@@ -164,9 +164,10 @@ void Store::make_room_ahead() {
   if (pool_.frontier() < pool_.capacity()) return;
   const size_t there = arena_.room(length, count);
   const uint64_t size_class = Arena::size_class(length);
-  const auto own = policy_.least(size_class);
+  const auto least = policy_.least(size_class);
   // Where another class has the least valuable block, make_room() weighs the two.
-  if (there == count || blocks_.free_head == Index::kAbsent || own.record == policy_.kNone || policy_.least().score < own.score)
+  if (there == count || blocks_.free_head == Index::kAbsent || least.record == policy_.kNone ||
+      policy_.least().score < least.score)
     return;
   drain_rings(kUsesOfACreate);
   evict_least(size_class, count - there + room_for_more(length));

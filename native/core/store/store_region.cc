@@ -138,13 +138,13 @@ std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span
 RecordSet Store::held_by_others(uint32_t owner) {
   RecordSet held;
   held.resize(index_.max_blocks());
-  std::map<uint32_t, uint32_t> own;
+  std::map<uint32_t, uint32_t> of_owner;
   uint64_t pins = 0;
   fence_full();  // between the change of the generations and the reading of the pins, as in scan_zombies
   each_pin_of([&](uint32_t session, uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
     ++pins;
     if (!pins_.asked.contains(record) || generation + 1 != control(record).generation() || !honoured(record, pages)) return;
-    if ((session != owner || ++own[record] > 1) && !held.contains(record)) held.add(record);
+    if ((session != owner || ++of_owner[record] > 1) && !held.contains(record)) held.add(record);
   });
   pins_.read += pins_.last_scan = pins;
   return held;

@@ -87,12 +87,12 @@ size_t Store::keepable(uint32_t owner, std::vector<Handle>& open) {
   const Entry entry(*this);
   const auto found = sessions_.find(owner);
   const std::vector<uint32_t> none, &unsealed = found == sessions_.end() ? none : found->second->unsealed;
-  std::erase_if(open, [&](const Handle& one) {
-    if (one.record >= index_.max_blocks()) return true;
-    const uint32_t place = index_.upkeep(one.record).link.load(std::memory_order_relaxed);
-    if (place >= unsealed.size() || unsealed[place] != one.record) return true;
-    const Control now = control(one.record);
-    return now.state() != State::Quarantined || one.generation + 1 != now.generation();
+  std::erase_if(open, [&](const Handle& block) {
+    if (block.record >= index_.max_blocks()) return true;
+    const uint32_t place = index_.upkeep(block.record).link.load(std::memory_order_relaxed);
+    if (place >= unsealed.size() || unsealed[place] != block.record) return true;
+    const Control now = control(block.record);
+    return now.state() != State::Quarantined || block.generation + 1 != now.generation();
   });
   return unsealed.size();
 }

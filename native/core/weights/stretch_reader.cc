@@ -67,14 +67,14 @@ void StretchReader::close() {
 std::optional<StretchFailure> StretchReader::read(std::span<Stretch> stretches, bool urgent) {
   Request request{.parts = {}, .stretches = stretches, .failure = {}};
   for (size_t i = 0; i < stretches.size(); ++i) {
-    const Stretch& own = stretches[i];
-    for (uint64_t at = 0; at < own.length; at += kPartBytes)
+    const Stretch& stretch = stretches[i];
+    for (uint64_t at = 0; at < stretch.length; at += kPartBytes)
       request.parts.push_back({.request = &request,
                                .stretch = i,
-                               .offset = own.offset + at,
-                               .memory = own.memory + at,
-                               .length = std::min(kPartBytes, own.length - at),
-                               .need = std::min(kPartBytes, own.need - std::min(own.need, at))});
+                               .offset = stretch.offset + at,
+                               .memory = stretch.memory + at,
+                               .length = std::min(kPartBytes, stretch.length - at),
+                               .need = std::min(kPartBytes, stretch.need - std::min(stretch.need, at))});
     stretches[i].crc = 0;
   }
   std::unique_lock lock(mutex_);
@@ -85,8 +85,8 @@ std::optional<StretchFailure> StretchReader::read(std::span<Stretch> stretches, 
     changed_.wait(lock, [&] { return part.here || request.failure || closed_; });
     if (request.failure || closed_) break;
     lock.unlock();
-    Stretch& own = stretches[part.stretch];
-    own.crc = crc32c(part.memory, part.need, own.crc);
+    Stretch& stretch = stretches[part.stretch];
+    stretch.crc = crc32c(part.memory, part.need, stretch.crc);
     lock.lock();
   }
   changed_.wait(lock, [&] { return request.under_way == 0; });
@@ -97,8 +97,8 @@ std::optional<StretchFailure> StretchReader::read(std::span<Stretch> stretches, 
 }
 
 void StretchReader::ring() const {
-  const uint64_t one = 1;
-  KV_INVARIANT(::write(bell_.get(), &one, sizeof one) == sizeof one);
+  const uint64_t wakeup = 1;
+  KV_INVARIANT(::write(bell_.get(), &wakeup, sizeof wakeup) == sizeof wakeup);
 }
 
 // ---------------------------------------------------------------- the thread

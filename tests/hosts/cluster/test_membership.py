@@ -1,0 +1,76 @@
+"""What etcd holds under a cluster's name anybody may have written: an odd entry is no host, the others are.
+
+Method: etcd's JSON gateway in this process, with the answers that a test gives it. The real one is in
+test_cluster.py.
+"""
+
+import base64
+import http.server
+import json
+import threading
+
+import pytest
+
+from kvstored.cluster.membership import Membership
+
+
+def coded(what: bytes) -> str:
+    return base64.b64encode(what).decode()
+
+
+@pytest.fixture
+def etcd():
+    """(membership, answers): by call, what it is told."""
+    answers = {"/v3/lease/grant": {"ID": "7"}, "/v3/kv/put": {}, "/v3/kv/range": {}}
+
+    class Gateway(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.dumps(answers[self.path]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Membership(f"127.0.0.1:{server.server_port}", "c", "me", {}), answers
+    server.shutdown()
+    server.server_close()
+
+
+def entries(**values: bytes) -> dict:
+    return {
+        "kvs": [
+            {"key": coded(f"/kvstored/c/nodes/{name}".encode()), "value": coded(value)}
+            for name, value in values.items()
+        ]
+    }
+
+
+def test_an_entry_that_is_no_hosts_is_left_out(etcd):
+    membership, answers = etcd
+    answers["/v3/kv/range"] = entries(
+        a=b'{"peer": "10.0.0.1:7400"}',
+        text=b"hello",
+        none=b"",
+        listed=b"[1]",
+        number=b"5",
+        bytes=b"\xff\xfe{}",
+    )
+    assert membership.look() and membership.away == ""
+    assert membership.members == {"a": {"peer": "10.0.0.1:7400"}}
+
+
+@pytest.mark.parametrize("answer", [[], {"kvs": 5}, {"kvs": [{}]}, {"kvs": [{"key": 1, "value": 2}]}, "x"])
+def test_an_answer_that_is_not_etcds_leaves_the_last_view(etcd, answer):
+    membership, answers = etcd
+    answers["/v3/kv/range"] = entries(a=b"{}")
+    assert membership.look()
+    answers["/v3/lease/keepalive"] = {"result": {"TTL": "15"}}
+    answers["/v3/kv/range"] = answer
+    assert not membership.look()
+    assert membership.away and membership.members == {"a": {}}
