@@ -24,7 +24,11 @@ def give_handle(keys: torch.Tensor, layer: Any) -> torch.Tensor:
     """These keys [batch, kv_heads, keys, head_dim], marked: the attention that is called next must bring
     them.
     """
-    keys = keys.view_as(keys)
+    return hand_out(keys.view_as(keys), layer)
+
+
+def hand_out(keys: torch.Tensor, layer: Any) -> torch.Tensor:
+    """The same of keys [batch, kv_heads, keys, head_dim] that nobody else has: they themselves are marked."""
     setattr(keys, HANDLE, layer)
     _pending.layer = layer
     return keys

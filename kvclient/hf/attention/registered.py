@@ -196,10 +196,9 @@ def _read(
     backend: Backend, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     mask: torch.Tensor | None, scaling: float | None, dropout: float, sliding_window: int | None,
     softcap: float | None, sinks: torch.Tensor | None, is_causal: bool | None, bias: torch.Tensor | None,
-    others: dict[str, Any],
+    others: dict[str, Any], compiling: bool,
 ) -> AttentionCall:  # fmt: skip
     """Raises InvalidArgument, and RuntimeError for a handle that was lost."""
-    compiling = torch.compiler.is_compiling()
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     window = int(sliding_window or 0)
@@ -230,19 +229,19 @@ def _unfit(
     sinks: torch.Tensor | None, bias: torch.Tensor | None, compiling: bool,
 ) -> str | None:  # fmt: skip
     """Why the kernels cannot take these tensors, as a word for counting; None: they can."""
-    operands = (query, key, value, sinks, bias)
+    operands, asked, stored = (query, key, value, sinks, bias), query.shape, key.shape
     if dropout or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)):
         return "training"
     if bias is not None:
         return "position_bias"
-    if value.shape != key.shape or len(key) != len(query) or query.shape[-1] != key.shape[-1]:
+    if value.shape != stored or stored[0] != asked[0] or asked[-1] != stored[-1]:
         return "shape"
     if not query.dtype == key.dtype == value.dtype:  # autocast makes them differ
         return "shape"
-    if query.shape[1] // key.shape[1] > contract.MAX_GQA:
+    if asked[1] // stored[1] > contract.MAX_GQA:
         return "shape"
     unfit = backends.unfit if compiling else _unfit_known
-    return unfit(query.device, query.dtype, query.shape[-1], backend)
+    return unfit(query.device, query.dtype, asked[-1], backend)
 
 
 _unfit_known = functools.cache(backends.unfit)  # dynamo would look into it, and say so
@@ -272,14 +271,15 @@ def attention(
     kv_heads, keys, head_dim]; returns [batch, queries, heads, head_dim] and no weights. Raises
     InvalidArgument for a call that means what is not read here, RuntimeError for a handle that was lost.
     """
-    if torch.compiler.is_compiling() and hasattr(key, HANDLE):  # what its layer does is not for a graph
+    compiling = torch.compiler.is_compiling()
+    if compiling and hasattr(key, HANDLE):  # what its layer does is not for a graph
         return _attention_outside(
             backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap,
             s_aux, is_causal, position_bias, **kwargs,
         )  # fmt: skip
     call = _read(
         backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux,
-        is_causal, position_bias, kwargs,
+        is_causal, position_bias, kwargs, compiling,
     )  # fmt: skip
     if call.layer is not None:
         return _of_layer(call), None

@@ -20,9 +20,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvclient import kernels
 from kvclient.hf.attention import dense
-from kvclient.hf.attention.handle import expect_nothing, give_handle
+from kvclient.hf.attention.handle import expect_nothing, hand_out
 from kvclient.hf.attention.registered import PREFIX
-from kvclient.hf.cache.layer import GROWTH, Shape, StoreLayer, as_array, writable
+from kvclient.hf.cache.layer import GROWTH, Shape, StoreLayer, as_array, outside_graphs, writable
 from kvclient.kernels import contract
 
 
@@ -60,7 +60,7 @@ class InPlaceLayer(StoreLayer):
 
     # ---------------------------------------------------------------- what the model calls
 
-    @torch.compiler.disable
+    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,20 +77,20 @@ class InPlaceLayer(StoreLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         expect_nothing()
         self._open_blocks()
-        wanted = (self.shape.heads, self.shape.head_dim, self.dtype)
-        if (key_states.shape[1], key_states.shape[-1], key_states.dtype) != wanted:
+        wanted, (_, heads, tokens, head_dim) = self.shape, key_states.shape
+        if heads != wanted.heads or head_dim != wanted.head_dim or key_states.dtype != self.dtype:
             raise RuntimeError(
                 f"layer {self.index} computes {list(key_states.shape)} of {key_states.dtype}; "
-                f"stored: {wanted}"
+                f"stored: {(wanted.heads, wanted.head_dim, self.dtype)}"
             )
         start = self._length
-        stop = start + key_states.shape[-2]
-        self.shape.check(stop)
+        stop = start + tokens
+        wanted.check(stop)
         handle, values = self._keep(start, stop, key_states, value_states)
         self._length, self.is_initialized = stop, True
         if self.written is not None:
             self.written(self.index, start, stop, self.storage, self.origin)
-        return give_handle(handle, self), values
+        return hand_out(handle, self), values
 
     def append(self, keys: np.ndarray, values: np.ndarray) -> bool:
         """update() with one token [heads, head_dim] of the one row, for who computes its attention too. False
@@ -224,7 +224,7 @@ class InPlaceLayer(StoreLayer):
     def _keep(
         self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores them; views of what was stored."""
+        """Stores them; views of what was stored, that nobody else has."""
         low, high = start - self.origin, stop - self.origin
         if self._storage is None:
             spare, self._memory = self._memory, None
@@ -236,6 +236,11 @@ class InPlaceLayer(StoreLayer):
             self._storage, self._call = grown, None
         elif (mutable := writable(self._storage)) is not self._storage:
             self._storage, self._call = mutable, None
+        bits = self.device_type != "cpu" or self.dtype == torch.bfloat16  # which NumPy has no name for
+        if high - low == 1 and self._call is not None and not bits:  # a step: NumPy takes half the time
+            array = self._call[2]
+            array[0, :, :, low:high], array[1, :, :, low:high] = as_array(keys), as_array(values)
+            return keys.view_as(keys), values
         place = self._storage[:, :, :, low:high]
         place[0], place[1] = keys, values
         return place[0], place[1]
@@ -285,10 +290,9 @@ class InPlaceLayer(StoreLayer):
         """What the rows attend to, as C sees it. Valid until the next update()."""
         if self._call is None:
             self._call = self._prepare()
-        sequences = self._call[0]
-        for row, pad in enumerate(self._pads):
-            sequences[row].tail.tokens = max(0, self._length - max(pad, self.origin))
-        return sequences
+        for tail, start in self._call[3]:
+            tail.tokens = max(0, self._length - start)
+        return self._call[0]
 
     def _prepare(self) -> tuple[Any, ...]:
         """The segments of every row, as C sees them: made once for as long as the tail stays where it is."""
@@ -305,7 +309,8 @@ class InPlaceLayer(StoreLayer):
             sequences[row].tail = dense.dense_segment(
                 self._storage[0], self._storage[1], row, start - self.origin, start
             )
-        return sequences, lists, as_array(self._storage)
+        tails = [(sequences[row].tail, max(pad, self.origin)) for row, pad in enumerate(self._pads)]
+        return sequences, lists, as_array(self._storage), tails
 
 
 def cropped(length: int, count: int) -> int:
@@ -332,9 +337,14 @@ class Reader:
 
     def __init__(self, config: Any) -> None:
         self._config = config
+        # Past __getattribute__ of configurations, which takes ten times as long, for each layer of each step.
+        self._attributes = {} if config is None else object.__getattribute__(config, "__dict__")
 
     def __call__(self) -> bool:
-        return str(getattr(self._config, "_attn_implementation", "")).startswith(PREFIX)
+        known = self._attributes.get("_attn_implementation_internal")
+        if known is None:
+            known = getattr(self._config, "_attn_implementation", "")
+        return str(known).startswith(PREFIX)
 
     def __deepcopy__(self, memo: Any) -> Reader:
         return self  # a copied cache is for the same model

@@ -73,6 +73,19 @@ class Shape:
         return storage[0, ..., : self.key_dim], storage[0, ..., self.key_dim :]
 
 
+def outside_graphs(method: Any) -> Any:
+    """The method, which torch.compile calls instead of looking into it. Its own torch.compiler.disable costs
+    each call of who compiles nothing as much as the work of a layer's step.
+    """
+    outside = torch.compiler.disable(method)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (outside if torch.compiler.is_compiling() else method)(self, *args, **kwargs)
+
+    return call
+
+
 class StoreLayer(DynamicLayer):
     """A DynamicLayer with room to grow. Opened, and its first tokens loaded, when the model first asks for
     it.
@@ -102,7 +115,7 @@ class StoreLayer(DynamicLayer):
 
     # ---------------------------------------------------------------- what the model calls
 
-    @torch.compiler.disable
+    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
