@@ -113,6 +113,7 @@ void run(const char* directory) {
   const std::size_t all = allocator.left();
   std::vector<kvstored::Key> keys;
   for (std::size_t i = 0; i < kBlocks; ++i) keys.push_back(key_of(i));
+  (void)client.remove(keys).value();  // what an earlier run left
   const auto buffers = fill(allocator, region.memory());
   const kvstored::BufferShape shape{{kLayers, 2, 1}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}};
 

@@ -2,11 +2,13 @@
 
 Method: WHEELS names a folder that `make wheels` has filled, or they are built; installed in a fresh
 environment whose path has no compiler. There a program of a user's starts the daemon, puts and gets, and
-mypy checks it.
+mypy checks it. C and C++ programs are built against the installed wheel by the lines of docs/c-api.md, and
+run beside its daemon.
 """
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,6 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+PATH = f"{os.environ['PATH']}:{ROOT / '.venv/bin'}"  # the checkout's CMake, where the system has none
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROGRAM = '''"""A user's first program."""
@@ -82,17 +85,80 @@ def test_the_names_say_where_they_run_and_what_is_inside_is_enough(wheels):
     assert not any(name.endswith((".so", ".pyc")) or name.startswith((".git/", "build/")) for name in inside)
 
 
-def test_it_installs_without_a_compiler_and_a_users_program_runs_and_is_typed(wheels, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv/bin/python"
-    bare = {"PATH": str(tmp_path / "venv/bin"), "CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, "--only-binary", ":all:", wheels[0], cwd=tmp_path, env=bare)
+@pytest.fixture(scope="module")
+def installed(wheels, tmp_path_factory):
+    """(the environment, variables without a compiler)."""
+    home = tmp_path_factory.mktemp("installed")
+    venv.create(home / "venv", with_pip=True)
+    bare = {"PATH": str(home / "venv/bin"), "CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
+    pip = (home / "venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "--only-binary", ":all:", wheels[0], cwd=home, env=bare)
+    return home / "venv", bare
+
+
+def test_it_installs_without_a_compiler_and_a_users_program_runs_and_is_typed(installed, tmp_path):
+    environment, bare = installed
+    python = environment / "bin/python"
     (tmp_path / "user.py").write_text(PROGRAM)
     told = run(python, "user.py", tmp_path / "run", cwd=tmp_path, env=bare, timeout_s=120)
     assert "2 blocks came back" in told
-    assert str(tmp_path / "venv") in told
+    assert str(environment) in told
     mypy = (sys.executable, "-m", "mypy", "--strict", "--python-executable", python)
     assert "Success" in run(*mypy, "user.py", cwd=tmp_path)
-    assert "usage" in run(tmp_path / "venv/bin/kvclient-serve", "--help", cwd=tmp_path, env=bare)
+    assert "usage" in run(environment / "bin/kvclient-serve", "--help", cwd=tmp_path, env=bare)
     assert "torch" not in run(python, "-m", "pip", "list", "--format=freeze", cwd=tmp_path)
+
+
+C_PROGRAM = """#include <stdio.h>
+#include <kvstored/kvstored.h>
+
+int main(int count, char **words) {
+  kvs_options options;
+  kvs_client *client;
+  kvs_default_options(&options);
+  options.directory = words[count - 1];
+  if (kvs_connect(&options, &client)) return fprintf(stderr, "%s\\n", kvs_last_error()), 1;
+  kvs_close(client);
+  puts("connected");
+  return 0;
+}
+"""
+
+
+@pytest.fixture
+def running(installed, tmp_path):
+    """The directory of the wheel's own daemon."""
+    command = [
+        installed[0] / "bin/kvstored",
+        "serve",
+        "--dir",
+        tmp_path / "run",
+        "--memory=64MiB",
+        "--discard",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as daemon:
+        assert any(" ready " in line for line in daemon.stderr)
+        yield tmp_path / "run"
+        daemon.terminate()
+        daemon.communicate(timeout=60)
+
+
+def test_the_documented_lines_build_c_and_cpp_against_the_installed_wheel(installed, running, tmp_path):
+    tools = ("gcc", "c++", "cmake", "pkg-config")
+    if missing := [tool for tool in tools if shutil.which(tool, path=PATH) is None]:
+        pytest.skip(f"not here: {', '.join(missing)}")
+    page = (ROOT / "docs/c-api.md").read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (lines,) = [block for block in blocks if "CMAKE_PREFIX_PATH" in block]
+    lines = lines.replace("/run/kvstored", str(running)).partition("\n")[2]  # it is installed
+    shutil.copytree(ROOT / "examples/cpp", tmp_path / "examples/cpp")
+    (tmp_path / "user.c").write_text(C_PROGRAM)
+    env = {"PATH": f"{installed[0] / 'bin'}:{PATH}"}
+    told = run("bash", "-euc", lines, cwd=tmp_path, env=env) + run("./own_allocator", running, cwd=tmp_path)
+    assert told.count("8 blocks of 4 layers: put, found") == 2
+    flags = "-std=c11 -Wall -Wextra -pedantic -Werror"
+    strict = f"gcc {flags} user.c -o user $(pkg-config --cflags --libs kvstored)"
+    (where,) = installed[0].glob("lib/python*/site-packages/kvclient/native/lib")
+    more = {"PKG_CONFIG_PATH": str(where / "pkgconfig"), "LD_LIBRARY_PATH": str(where)}
+    run("bash", "-euc", strict, cwd=tmp_path, env=env | more)
+    assert run(tmp_path / "user", running, cwd=tmp_path, env=more) == "connected\n"
