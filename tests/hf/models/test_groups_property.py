@@ -25,6 +25,7 @@ SIZES = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, initializer_range=0.15, max_position_embeddings=512, pad_token_id=0,
 )  # fmt: skip
+LEAST = 3  # tokens of a window where no layer has all: of two one is kept, refused as its shape is not told
 WINDOWED = st.sampled_from(["sliding_attention", "full_attention"])
 RECURRENT = st.sampled_from(["linear_attention", "full_attention"])
 
@@ -58,6 +59,7 @@ def compressed(kinds: list[str], window: int):
     """"full_attention" stands for entries of two tokens, the other kind for a window, behind one of four."""
     names = {"full_attention": "compressed_sparse_attention", "sliding_attention": "sliding_attention"}
     kinds = ["heavily_compressed_attention", *(names[kind] for kind in kinds)]
+    window = max(window, LEAST)
     config = transformers.DeepseekV4Config(
         num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=window, q_lora_rank=16, o_groups=2,
         compress_rates=dict(compressed_sparse_attention=2, heavily_compressed_attention=4), o_lora_rank=16,
@@ -69,9 +71,8 @@ def compressed(kinds: list[str], window: int):
 
 
 def windows_and_states(kinds: list[str], window: int):
-    """RecurrentGemma: its states lie in its modules. Without a window transformers has no cache for it, and
-    of a window of two tokens, which keeps one, the shapes cannot be told."""
-    kinds, window = [*kinds, "sliding_attention"], window + 1
+    """RecurrentGemma: its states lie in its modules. Without a window transformers has no cache for it."""
+    kinds, window = [*kinds, "sliding_attention"], max(window, LEAST)
     names = {"full_attention": "recurrent", "sliding_attention": "attention"}
     config = transformers.RecurrentGemmaConfig(
         num_hidden_layers=len(kinds) + 1, block_types=[*(names[kind] for kind in kinds), "recurrent"],
