@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.vocabulary import StreamedEmbedding, StreamedHead, digest
-from kvclient.hf.streaming.weights import copies, kept, leave, places
+from kvclient.hf.streaming.weights import Room, copies, kept, leave, places
 
 COPIES = 2
 ROLES = {"embedding": "input", "head": "output"}
@@ -157,6 +157,8 @@ class Streams:
         self._users: dict[int, int] = {}
         self._lock = threading.Lock()
         self._streamed: dict[int, list[Part]] = {}
+        self._rooms: list[Room] = []  # for copies, that no layer uses now
+        self._taken: dict[int, Room] = {}
         self.trace = Trace() if config.trace else None
         self.computed_s = dict.fromkeys(range(len(layers)), 0.0)
         self.scheduler: Scheduler | None = None
@@ -278,7 +280,7 @@ class Streams:
                 slot = stack.enter_context(self.scheduler.holding(number))
                 with self._lock:
                     if not self._users.get(number):
-                        self._point(number, layer, slot)
+                        self._point(number, layer, self._parts_of(number, slot))
                     self._users[number] = self._users.get(number, 0) + 1
                 self._holds(number).append(
                     (stack.pop_all(), time.monotonic())
@@ -311,8 +313,7 @@ class Streams:
                 return False
             if not users:
                 self._on_host.add(number)
-                for part, memory in zip(self._streamed[number], lies, strict=True):
-                    put(places(layer, part, memory, self._dtype))
+                self._point(number, layer, lies)
             self._users[number] = users + 1
         assert self.placement is not None and self._host_threads is not None
         self.placement.counted()
@@ -339,21 +340,34 @@ class Streams:
                     self._on_host.discard(number)
                     for part in self._streamed[number]:
                         leave(layer, part)
+                    self._rooms.append(self._taken.pop(number))
             held.close()
 
         return after
 
-    def _point(self, number: int, layer: torch.nn.Module, slot: Slot) -> None:
+    def _parts_of(self, number: int, slot: Slot) -> Iterator[memoryview]:
         at = 0
         for part in self._streamed[number]:
-            put(places(layer, part, slot.memory[at : at + part.length], self._dtype))
+            yield slot.memory[at : at + part.length]
             at += part.length
+
+    def _point(self, number: int, layer: torch.nn.Module, memories: Iterable[memoryview]) -> None:
+        """The layer's weights lie in these, a part in each; copies in a room until its last user leaves."""
+        if number not in self._taken:  # else an earlier call failed here
+            self._taken[number] = self._rooms.pop() if self._rooms else self._new_room()
+        room = self._taken[number]
+        room.empty()
+        for part, memory in zip(self._streamed[number], memories, strict=True):
+            put(places(layer, part, memory, self._dtype, room=room))
+
+    def _new_room(self) -> Room:
+        most = max(sum(copies(part, self._dtype) for part in parts) for parts in self._streamed.values())
+        return Room(pages(most))
 
 
 def _copied(layer: dict[str, Part], dtype: torch.dtype) -> int:
     """Bytes of a layer's tensors that are copied to where a product wants them, while it computes: twice, for
-    the next layer's seldom fit into the holes that they leave. Or of what a part is read into until all of it
-    is copied.
+    two threads compute or digest at one time. Or of what a part is read into until all of it is copied.
     """
     made = COPIES * sum(copies(part, dtype) for part in layer.values())
     return max([made, *(part.length for part in layer.values() if kept(part, dtype) == copies(part, dtype))])

@@ -1,7 +1,7 @@
 """A part's tensors in a layer's modules: as they lie in what was read, or copied where a product wants them.
 
-Owns which tensors are copies, and how many bytes that makes. Never reads a file. Invariant: what the plan
-counts as a copy is what filled() copies.
+Owns which tensors are copies, how many bytes that makes, and where they lie in a room. Never reads a file.
+Invariant: what the plan counts as a copy is what places() copies.
 """
 
 from __future__ import annotations
@@ -11,21 +11,40 @@ from collections.abc import Iterator
 
 import torch
 
-from kvclient.hf.streaming.files.index import Part, Stored
+from kvclient.hf.streaming.files.index import ALIGNMENT, Part, Stored
 from kvclient.hf.streaming.frame import put
 
 Place = tuple[torch.nn.Module, str, torch.Tensor]
 
 
+class Room:
+    """Memory for the copies of one layer after another, without an allocator that may leave holes."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self._at = memory, 0
+
+    def empty(self) -> None:
+        """What lies in it is used no more."""
+        self._at = 0
+
+    def take(self, length: int) -> memoryview:
+        """So many bytes, aligned as torch aligns."""
+        found = self._memory[self._at : self._at + length]
+        assert len(found) == length, (len(self._memory), self._at, length)
+        self._at += _aligned(length)
+        return found
+
+
 def places(
-    layer: torch.nn.Module, part: Part, memory: memoryview, dtype: torch.dtype, copied: bool = False
-) -> Iterator[Place]:
-    """Each of the part's tensors with its module and attribute. memory: the part's bytes. copied: the tensors
-    have memory of their own, and what was read can go.
+    layer: torch.nn.Module, part: Part, memory: memoryview, dtype: torch.dtype, copied: bool = False,
+    room: Room | None = None,
+) -> Iterator[Place]:  # fmt: skip
+    """Each of the part's tensors with its module and attribute. memory: the part's bytes. copied: all have
+    other memory, and what was read can go. room: where copies lie; None: wherever torch puts them.
     """
     for stored in part.tensors:
         owner, _, attribute = stored.name.rpartition(".")
-        yield layer.get_submodule(owner), attribute, _tensor(stored, memory, dtype, copied)
+        yield layer.get_submodule(owner), attribute, _tensor(stored, memory, dtype, copied, room)
 
 
 def leave(layer: torch.nn.Module, part: Part) -> None:
@@ -38,9 +57,9 @@ def leave(layer: torch.nn.Module, part: Part) -> None:
 
 
 def copies(part: Part, dtype: torch.dtype, copied: bool = False) -> int:
-    """Bytes of the tensors that do not stay in what was read."""
+    """Bytes of the tensors that do not stay in what was read, as they lie in a room."""
     return sum(
-        math.prod(stored.shape) * _kind(stored, dtype).itemsize
+        _aligned(math.prod(stored.shape) * _kind(stored, dtype).itemsize)
         for stored in part.tensors
         if copied or _is_copied(stored, dtype)
     )
@@ -63,11 +82,24 @@ def _is_copied(stored: Stored, dtype: torch.dtype) -> bool:
     return stored.unaligned or _kind(stored, dtype) != getattr(torch, stored.dtype)
 
 
-def _tensor(stored: Stored, memory: memoryview, dtype: torch.dtype, copied: bool) -> torch.Tensor:
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _tensor(
+    stored: Stored, memory: memoryview, dtype: torch.dtype, copied: bool, room: Room | None
+) -> torch.Tensor:
     written, kind = getattr(torch, stored.dtype), _kind(stored, dtype)
     if not stored.length:
         return torch.empty(stored.shape, dtype=written)
     found = torch.frombuffer(memory, dtype=torch.uint8, count=stored.length, offset=stored.offset)
+    if room is not None and _is_copied(stored, dtype):
+        length = math.prod(stored.shape) * kind.itemsize
+        made = torch.frombuffer(room.take(length), dtype=kind).view(stored.shape)
+        if written == kind:
+            made.view(-1).view(torch.uint8).copy_(found)
+            return made
+        return made.copy_(found.view(written).view(stored.shape))
     if (copied or stored.unaligned) and written == kind:
         found = found.clone()
     return found.view(written).view(stored.shape).to(kind)
