@@ -144,6 +144,16 @@ def kvboost_tree() -> str:
     return str(home)
 
 
+def airllm_tree() -> str:
+    """AirLLM without its dependencies, beside the project's own torch and transformers."""
+    home = VENVS / "airllm"
+    if not (home / "airllm").exists():
+        progress("installing airllm==4.0.0 --no-deps")
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+        _run([*pip, "--target", str(home), "airllm==4.0.0"], PIP_TIMEOUT_S)
+    return str(home)
+
+
 def lmcache_program() -> str:
     """Its command, in an environment of its own (1.4 GB)."""
     python = python_environment("lmcache", LMCACHE_NEEDS)
@@ -175,14 +185,16 @@ def debian_packages(names: list[str]) -> None:
         _run(["dpkg", "-x", str(package), str(DEBS)], 60)
 
 
-def compile_copy() -> str:
-    source, library = ROOT / "bench" / "limits" / "nt_copy.c", LIMITS / "nt_copy.so"
+def compile_limit(name: str) -> str:
+    """A shared library of that file of bench/limits, for this processor."""
+    source = ROOT / "bench" / "limits" / name
+    library = LIMITS / source.with_suffix(".so").name
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         LIMITS.mkdir(parents=True, exist_ok=True)
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
         if compiler is None:
             raise RuntimeError("no C compiler")
-        _run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], 120)
+        _run([compiler, "-O2", "-march=native", "-shared", "-fPIC", "-o", str(library), str(source)], 120)
     return str(library)
 
 
@@ -219,7 +231,7 @@ def install(columns: set[str]) -> Installed:
             _try(done, "redis", lambda: debian_packages(REDIS_DEBS))
             done.redis_server = str(DEBS / "usr" / "bin" / "redis-server")
     if "limit" in columns:
-        done.copy_library = _try(done, "non-temporal copy", compile_copy)
+        done.copy_library = _try(done, "non-temporal copy", lambda: compile_limit("nt_copy.c"))
     if "kvboost" in columns:
         done.kvboost_path = _try(done, "kvboost", kvboost_tree)
     if "lmcache" in columns:

@@ -16,10 +16,11 @@ from bench.install import progress
 from bench.streaming import model as packed
 
 
-def ensure_dense() -> Path:
-    """The directory."""
+def ensure_dense(tokenizer: Path) -> Path:
+    """The directory. tokenizer: of a checkpoint whose files are put beside it; programs load it."""
     home = packed.cache() / "qwen2.5-7b-shapes-bf16"
     if (home / ".made").exists():
+        _put_tokenizer(tokenizer, home)
         return home
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
@@ -42,8 +43,14 @@ def ensure_dense() -> Path:
     config = {key: value for key, value in packed.CONFIG.items() if key != "quantization_config"}
     (home / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
     (home / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 2}))
+    _put_tokenizer(tokenizer, home)
     (home / ".made").touch()
     return home
+
+
+def _put_tokenizer(source: Path, home: Path) -> None:
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, home)
 
 
 def _layer(dice) -> dict:

@@ -1,0 +1,62 @@
+"""Goal: the rows of bench.streaming can be had one by one, and their tables say what could not be had.
+
+Method: results as rows give them, their Markdown read back; the command with a row that is none. A cgroup's
+process that ends badly, for real.
+"""
+
+import sys
+
+import pytest
+
+from bench.streaming.__main__ import main
+from bench.streaming.limited import run
+from bench.streaming.rows import ROWS
+
+GOOD = {
+    "loaded_s": 0.5, "first_s": 1.5, "first_cpu_s": 2.0, "tokens_per_s": 0.5, "bytes_held": 512 << 20,
+    "bytes_per_pass": 2 << 30, "bytes_per_s": 1e9, "filling_bytes_per_s": 2e9, "peak": 800 << 20,
+    "tokens_per_pass": 3.0,
+}  # fmt: skip
+GONE = {"absent": "ended with 137: killed", "peak": 1 << 30}
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_tables_say_ratios_and_reasons():
+    table = {name: row[1] for name, row in ROWS.items()}
+    rows = [{"limit_gib": 1.0, "plain": [GOOD], "fio": [2e9]}, {"limit_gib": 2.0, "plain": [GONE], "fio": []}]
+    said = cells(table["decode"](rows))
+    assert said[0][3] == "0.50 of 2.00 GB/s" and said[0][4] == "800 MiB"
+    assert said[1][1] == GONE["absent"]
+    faster = {**GOOD, "tokens_per_s": 2.0}
+    rows = [{"limit_gib": 1.0, "drafted": faster, "plain": GOOD, "fio": float(2 << 30)}]
+    assert cells(table["draft"](rows))[0][3:] == ["4.0 ×", "2.0 × of 1.00/s"]
+    rows = [{"limit_gib": 1.0, "first": {4: GOOD, 35: GONE}, "weights": 2e9}]
+    assert [row[4] for row in cells(table["first"](rows))] == ["2.00", ""]
+    rows = [{"limit_gib": 1.0, "plain": GOOD, "other": {"tokens_per_s": 0.05, "peak": None}}]
+    rows.append({"limit_gib": 2.0, "plain": GOOD, "other": GONE})
+    said = cells(table["accelerate"](rows))
+    assert said[0][3] == "10.0 ×" and said[1][2:] == [GONE["absent"], "-", "1,024 MiB"]
+    products = {"rows": 512, "layer": {"packed": [2.0, 2.0], "numbers": [1.5, 1.6]}}
+    assert [row[3] for row in cells(table["prefill"](products))] == ["0.75", "0.80"]
+    held = {"ours": GOOD, "weights": 4e9, "bandwidth": {"bytes_per_s": 4e9}, "llama": GONE}
+    said = cells(table["resident"](held))
+    assert said[0][2] == GONE["absent"] and said[2][1] == "0.50"
+
+
+def test_a_row_that_is_none_is_refused_with_those_there_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.streaming", "--only", "nothing"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert all(name in said for name in ROWS)
+
+
+def test_what_a_command_could_not_do_is_a_reason():
+    program = "import sys; sys.exit('no such thing')"
+    assert run([sys.executable, "-c", program], 1 << 30, 60)["absent"] == "ended with 1: no such thing"
+    late = run([sys.executable, "-c", "import time; time.sleep(60)"], None, 0.2)
+    assert late == {"absent": "not done within 0.2 s"}
+    assert run([sys.executable, "-c", "print('{\"rate\": 2}')"], 1 << 30, 60)["rate"] == 2
