@@ -156,6 +156,7 @@ def test_weights_in_another_type_are_planned_as_what_they_become(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_no_residency_type_or_codec_takes_more_than_was_said(tmp_path):
     """Weights, slots and the call, by every way of the matrix; 0 bytes over the plan."""
     command = [sys.executable, "-m", "tests.hf.streaming.planner_matrix", str(tmp_path)]
