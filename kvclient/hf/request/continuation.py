@@ -90,3 +90,9 @@ class Opened(Request):
     def computed(self, seconds: float) -> None:
         """The cache holds the whole prompt; its tokens took so long."""
         self._prefilled(seconds)
+
+    def finish(self) -> None:
+        try:
+            super().finish()
+        finally:
+            self.cache = None  # its caller's alone: what it pins goes with it, not with the next collection

@@ -2,7 +2,8 @@
 
 Owns the model, its attachment and the caches of the requests under way. HTTP threads hand in jobs and hear of
 them by events; nothing else crosses. Never waits while there is something to compute. Invariants: every job
-that was taken in hears exactly one Done or Failed; a cancelled one costs at most the step that was under way.
+that was taken in hears exactly one Done or Failed, or the process ends; a cancelled one costs at most the
+step that was under way.
 
 A prompt is computed in pieces by generate() itself, a short rest with the step of those that run: each piece
 finds those before it in the store, so decoding goes on in between and nothing computed is lost or done twice.
@@ -31,6 +32,7 @@ from kvclient.hf.release import cache_of
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.speculation import NOTHING, Draft, keep
 from kvclient.hf.speculation.cache import unfit
+from kvclient.serve.engine import thread
 from kvclient.serve.engine.drafting import Drafting, accept
 from kvclient.serve.engine.job import Done, Event, Failed, Job, Prompt, Token
 from kvclient.serve.engine.joining import Joining
@@ -56,13 +58,10 @@ class Loop:
         self._queued = 0
         self.counts: Counter[str] = Counter()
         self.ready = threading.Event()  # a token was computed
-        form = kv.form
-        plain = dataclasses.replace(form, codec=None).bytes_per_token
-        coded = form.bytes_per_token
+        plain, coded = dataclasses.replace(kv.form, codec=None).bytes_per_token, kv.form.bytes_per_token
         self._bytes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvclient-serve-loop", daemon=True)
-        self._thread.start()
+        self._thread = thread.start(self._run, "kvclient-serve-loop")
 
     # ---------------------------------------------------------------- other threads
 
@@ -314,14 +313,15 @@ class Loop:
             opened = {p.entry: stack.enter_context(self._joining.opened(p.entry)) for p in work.pieces}
             joined = {entry: made for entry, made in opened.items() if made is not None}
             apart = opened.keys() - joined.keys()
+            caches = [made.cache for made in joined.values()]  # which those let go of at their end
             try:
                 logits = self._decode(work.entries, list(joined.values()))
             except Exception:  # of which request it is, is found by computing them apart
                 cut_back(*(entry.job for entry in work.entries))
                 logits, apart = [], opened.keys()
                 self._guarded(work.entries, functools.partial(self._decode, work.entries))
-        for (entry, made), rows in zip(joined.items(), logits, strict=False):
-            entry.job.cache = made.cache
+        for (entry, made), cache, rows in zip(joined.items(), caches, logits, strict=False):
+            entry.job.cache = cache
             self._guarded([entry], functools.partial(self._joined, entry, made.report, rows[0]))
         for entry in apart:
             self._guarded([entry], functools.partial(self._prefill, entry, entry.prompt_tokens))

@@ -5,6 +5,7 @@ store; greedy tokens against plain generate(), with prompts of many lengths cut 
 and a row whose sampler raises.
 """
 
+import os
 import queue
 import random
 
@@ -225,3 +226,19 @@ def test_no_answer_goes_on_beyond_a_window_that_is_in_no_mask():
         end = ended(events, 1)[0]
         assert isinstance(end, Failed) and end.status == 400 and "a cache of 300" in end.message
         loop.close()
+
+
+def test_a_loop_that_dies_ends_its_process():
+    """An invariant of its own is broken: who waits would wait for nobody."""
+    model = build("llama", layers=2)
+    with kvclient.InMemoryClient(8 << 20) as client, kvclient.hf.attach(model, client, self_test=False) as kv:
+        child = os.fork()
+        if child == 0:
+            try:
+                loop = Loop(model, kv, LIMITS)
+                loop._scheduler.next = lambda: 1 / 0
+                ask(loop, prompt(20), queue.Queue(), 0)
+                loop._thread.join(WAIT_S)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == os.EX_SOFTWARE

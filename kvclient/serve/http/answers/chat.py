@@ -119,6 +119,7 @@ def wants_usage(run: Run) -> bool:
 
 def spelled(run: Run, chosen: Chosen) -> dict[str, Any]:
     """A token with its probability and those of the likeliest, as /v1/chat/completions has it."""
+
     def word(token: int, logprob: float | None) -> dict[str, Any]:
         text = run.asking.tokenizer.decode([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
