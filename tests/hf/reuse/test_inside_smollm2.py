@@ -144,10 +144,11 @@ def test_a_model_nobody_measured_keeps_the_promise_by_computing(loaded, client):
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     text = tokenizer.encode((ROOT / "docs/formats.md").read_text())[1:]
     head, document, following = tokenizer.encode(""), text[300:600], text[600:680]
-    with kvclient.hf.attach(gemma, client, repair="auto", self_test=False) as kv:
+    with (
+        kvclient.hf.attach(gemma, client, repair="auto", self_test=False) as kv,
+        pytest.warns(UserWarning, match="calibrate"),
+    ):
         first(gemma, head + text[:100] + document + text[900:950])
-        with pytest.warns(UserWarning, match="calibrate"):
-            kl, report = divergence(
-                gemma, kv, head + text[1200:1260] + document + following[:20], following[20:]
-            )
+        asked = head + text[1200:1260] + document + following[:20]
+        kl, report = divergence(gemma, kv, asked, following[20:])
     assert report.inside_bypassed == "uncalibrated" and kl <= 1e-6
