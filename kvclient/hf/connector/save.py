@@ -108,8 +108,9 @@ class Publisher:
                 columns = source[:, slot.row, :, low - origin : high - origin]
                 target[:, :, low - slot.start : high - slot.start] = columns
             if high == slot.stop:
-                slot.block.mark_layer(layer)
-                slot.layers += 1
+                while slot.layers < len(slot.filled) and slot.filled[slot.layers] >= slot.stop:
+                    slot.block.mark_layer(slot.layers)
+                    slot.layers += 1
         self._clock.publish_s += time.perf_counter() - began
 
     def marked(self, stop: int) -> None:

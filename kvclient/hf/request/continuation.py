@@ -72,7 +72,7 @@ class Opened(Request):
             self._prompt.check(config, served.states is not None, self._padded, served.most_tokens)
         except Bypassed:
             return False
-        if served.grouped or served.non_prefix is not None or self._options.in_place is None:
+        if served.grouped or served.inside(self.report) is not None or self._options.in_place is None:
             return False  # states, windows and repairs cut a prompt's pass
         self.report.prompt_tokens = self._prompt.tokens
         self._note_config(config)

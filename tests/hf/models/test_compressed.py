@@ -56,6 +56,16 @@ def test_a_hit_ends_where_every_part_is(client):
             check(model, kv, ids, 56)
 
 
+def test_two_layers_of_a_kind_are_published(client):
+    """Their parts are complete in another order than that of the layers."""
+    sparse, ids = "compressed_sparse_attention", prompt(61)
+    model = known("deepseek_v4", layer_types=["sliding_attention", sparse, sparse])
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        check(model, kv, ids, 0)
+        assert kv.last.store_error is None
+        check(model, kv, ids, 56)
+
+
 def test_blocks_have_to_hold_whole_entries(client):
     model = known("deepseek_v4")
     for options in ({"block_tokens": 12}, {"block_tokens": 4}):

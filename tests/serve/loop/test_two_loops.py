@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvclient.hf
+from kvclient.hf.attachment import running
 from kvclient.serve.engine.loop import Loop
 from kvclient.serve.scheduler import Limits
 from tests.hf.zoo import build, generate, prompt
@@ -69,3 +70,25 @@ def test_an_answer_that_has_ended_holds_no_block(daemon, wait_until):
             gc.enable()
             loop.close()
             kv.detach()
+
+
+def test_where_nothing_inside_is_reused_prompts_join_the_step(daemon, monkeypatch):
+    """repair="auto" on a model that nobody calibrated computes what stands inside: no cut in a prompt's pass."""
+    joined, opened = [], running.opened
+
+    def counted(*args):
+        made = opened(*args)
+        joined.append(made is not None)
+        return made
+
+    monkeypatch.setattr(running, "opened", counted)
+    kvstored = daemon(memory="64MiB")
+    with kvstored.connect() as client:
+        model = build("llama", layers=2)
+        kv = kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False, repair="auto")
+        loop, events = Loop(model, kv, Limits()), queue.Queue()
+        ask(loop, prompt(OWN), events, 0)
+        ended(events, 1)
+        loop.close()
+        kv.detach()
+    assert joined == [True]
