@@ -7,6 +7,7 @@ changes nothing here: the last view stays, and what was ours is written again wh
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import time
 import urllib.error
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+NOT_ETCD = (ValueError, LookupError, TypeError, AttributeError)  # what reading others raises
 LEASE_S = 15  # etcd may stand still for a second and more under load
 CALL_S = 2.0
 ROOT = "/kvstored"
@@ -31,7 +33,7 @@ def _about(value: str) -> dict[str, Any] | None:
     """What a host tells of itself; None if somebody else wrote it, which is no host then."""
     try:
         about = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return about if isinstance(about, dict) else None
 
@@ -56,10 +58,10 @@ class Membership:
             try:
                 with urllib.request.urlopen(request, timeout=CALL_S) as reply:
                     answer = json.loads(reply.read(1 << 22))
-                if isinstance(answer, dict):
-                    return answer
-                why = f"{what}: the answer is no object"
-            except (OSError, ValueError) as error:
+                if not isinstance(answer, dict):
+                    raise ValueError("the answer is no object")
+                return answer
+            except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
                 why = f"{what}: {error}"
                 self._endpoints.append(self._endpoints.pop(0))  # the next, and from now on
         raise Away(why)
@@ -72,7 +74,7 @@ class Membership:
             self.members = {name: about for name, about in told.items() if about is not None}
             self.away = ""
             return True
-        except (Away, ValueError, LookupError, TypeError) as error:  # or it answers what etcd does not
+        except (Away, *NOT_ETCD) as error:  # or it answers what etcd does not
             self.away = f"{type(error).__name__}: {error}" if not isinstance(error, Away) else str(error)
             return False
 
@@ -114,7 +116,10 @@ class Membership:
             "success": [{"request_put": {"key": key, "value": _b64(address), "lease": self._lease}}],
         })  # fmt: skip
         found = self._call("kv/range", {"key": key}).get("kvs", ())
-        return base64.b64decode(found[0]["value"]).decode() if found else ""
+        try:
+            return base64.b64decode(found[0]["value"]).decode() if found else ""
+        except NOT_ETCD as error:
+            raise Away(f"kv/range: {type(error).__name__}: {error}") from error
 
     def depose(self, address: str) -> None:
         """The master at this address, if it is still said to be there: its part is free. Raises Away."""

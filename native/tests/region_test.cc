@@ -100,6 +100,23 @@ TEST(a_block_in_the_middle_leaves_two_parts_and_gives_them_back) {
   rig.store->check_integrity();
 }
 
+// Only what is published is new: not the region, nor the parts that are left of it.
+TEST(parts_of_a_region_are_no_time_for_the_others_uses) {
+  Rig rig(16 * kMiB, 1024);
+  Page client(*rig.store);
+  Keys part;
+  const auto half_lives = [&] {
+    return touch(*rig.store, key(1)), static_cast<double>(rig.store->header().score_ns.load()) / 3.6e12;
+  };
+  CHECK(rig.put(1, 4) == Grant::Granted);
+  const double before = half_lives();
+  const Granted region = make_region(rig, 0, 2048, client.id);
+  CHECK(region.status == Grant::Granted);
+  for (uint64_t i = 0; i < 20; ++i)
+    CHECK(is(publish(rig, client.id, 10 + i, region.extent.offset + (100 * i + 50) * kPageBytes, 3, part()), Grant::Granted));
+  CHECK(half_lives() - before < 0.2);
+}
+
 TEST(two_regions_that_touch_stay_two) {
   Rig rig(16 * kMiB, 64);
   Page client(*rig.store);

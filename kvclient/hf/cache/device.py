@@ -39,6 +39,7 @@ class DeviceLayer(InPlaceLayer):
     """`staged`: where its first tokens come from, None if there are none."""
 
     device_type = "cuda"
+    by_numpy = False
 
     def __init__(
         self, *args: Any, staged: Staged | None = None, positions: Positions | None = None, **kwargs: Any
@@ -117,9 +118,7 @@ class DeviceLayer(InPlaceLayer):
         )  # fmt: skip
         return table, torch.tensor(begins, dtype=torch.int32, device=storage.device)
 
-    def _copy_prefix(
-        self, prefix: list[tuple[int, Any]], from_row: list[int], whole: torch.Tensor
-    ) -> None:
+    def _copy_prefix(self, prefix: list[tuple[int, Any]], from_row: list[int], whole: torch.Tensor) -> None:
         self._held = None
         if not prefix:
             return

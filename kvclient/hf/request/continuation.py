@@ -44,9 +44,7 @@ class Continuation(Request):
         self._prompt = prompt
         self.report.prompt_tokens, self.report.read_bypassed = prompt.tokens, "user_cache"
         self._note_config(config)
-        self._claims = Claims(
-            self._client, self._served_model, self._options, self._clock, self._same
-        )
+        self._claims = Claims(self._client, self._served_model, self._options, self._clock, self._same)
         self._layers = list(cache.layers)
         self._keep(cache)
         began = time.perf_counter()
@@ -72,7 +70,8 @@ class Opened(Request):
             self._prompt.check(config, served.states is not None, self._padded, served.most_tokens)
         except Bypassed:
             return False
-        if served.grouped or served.inside(self.report) is not None or self._options.in_place is None:
+        inside = served.non_prefix is not None and served.inside(self.report) is not None
+        if served.grouped or inside or self._options.in_place is None:
             return False  # states, windows and repairs cut a prompt's pass
         self.report.prompt_tokens = self._prompt.tokens
         self._note_config(config)

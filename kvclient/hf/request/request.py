@@ -302,7 +302,7 @@ class Request:
         served, options = self._served_model, self._options
         alone = self._prompt is not None and len(self._prompt.groups) == 1 and not prefix.group.pad
         wanted = read and alone and options.search and config.prefill_chunk_size is None
-        if not wanted or (reuse := served.inside(self.report)) is None:
+        if not wanted or served.non_prefix is None or (reuse := served.inside(self.report)) is None:
             return
         of = (options.chunker, prefix, prefix.tokens if exact is None else exact, self._worth_waiting_s)
         self._inside = search(self._client, served, reuse, *of)

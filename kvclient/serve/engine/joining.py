@@ -9,6 +9,7 @@ process is computing now) is none of them.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,6 +22,7 @@ from kvclient.hf.request.continuation import Opened
 from kvclient.serve.engine.job import Job
 from kvclient.serve.scheduler import Entry, Look
 
+log = logging.getLogger(__name__)
 Asked = Callable[[Job], contextlib.AbstractContextManager[None]]
 
 
@@ -36,8 +38,11 @@ class Joining:
         alone = job.windowing is not None or job.prompt_logprobs is not None or job.apart
         if alone or kv._model_state.options.in_place is None or self._model.device.type != "cpu":
             return None  # only attention in place takes requests of any lengths side by side
-        with self._asked(job):
-            chain = kv.chunker.chain(kv.identity, job.said)
+        try:
+            with self._asked(job):
+                chain = kv.chunker.chain(kv.identity, job.said)
+        except KVClientError:
+            return None  # generate() says what is wrong with it
         if not len(chain):
             return Look(0)
         try:
@@ -56,7 +61,11 @@ class Joining:
         job, kv = entry.job, self._kv
         ids = torch.tensor([job.said])
         config = GenerationConfig(max_length=ids.shape[1] + entry.new_tokens, eos_token_id=None)
-        with self._asked(job), kv.bypass(read=not job.read, write=not job.write):
+        made: Opened | None = None
+        with (
+            contextlib.suppress(Exception),  # generate() meets it too, and its request hears of it
+            self._asked(job), kv.bypass(read=not job.read, write=not job.write),
+        ):  # fmt: skip
             made = running.opened(kv, self._model, ids, config)
         if made is None:
             job.apart = True
@@ -64,4 +73,7 @@ class Joining:
             yield made
         finally:
             if made is not None:
-                running.closed(kv, made)
+                try:
+                    running.closed(kv, made)
+                except Exception:  # of giving back: the pass is whole, and the requests beside it are others'
+                    log.exception("what a prompt had claimed was not given back")

@@ -92,7 +92,10 @@ void DiskTier::take_arrivals() {
     std::lock_guard lock(mutex_);
     arrived.swap(arrivals_);
   }
-  for (Arrival& arrival : arrived) take(std::move(arrival));
+  std::vector<uint8_t> taken;
+  for (Arrival& arrival : arrived) taken.push_back(arrival.directory), take(std::move(arrival));
+  // What was deleted and flushed is told by all of them: before any of their files is found.
+  for (const uint8_t d : taken) listings_[d].thread = std::thread([this, d] { scan(d); });
 }
 
 // The path stays: others read it meanwhile. What was deleted goes first, before anybody can find it.
@@ -115,7 +118,6 @@ void DiskTier::take(Arrival arrival) {
     std::lock_guard lock(mutex_);  // who adds up sees it open and unlisted
     open_.fetch_or(uint64_t{1} << d, std::memory_order_release);
   }
-  listings_[d].thread = std::thread([this, d] { scan(d); });
   if (arrival.error != 0) went_wrong(d, -arrival.error, false, "reading what was deleted");
   if (place.at.problem) went_wrong(d, place.at.problem, true, "making a file");
 }
@@ -153,7 +155,7 @@ Presence DiskTier::promote(const Key& key, uint32_t priority) {
   const uint64_t bytes = entry ? entry->bytes() : 0;
   if (loading_.contains(key) && !cancelled_.contains(key)) return Presence::Pending;
   if (const auto queued = queued_.find(key); queued != queued_.end()) return raise(queued->second, priority);
-  if (deleted(key, entry) || (!entry && (listed_ || is_silent(home(key))))) return Presence::Missing;
+  if (deleted(key, entry) || (!entry && (listed_ || !is_open(home(key))))) return Presence::Missing;
   if (loading_.contains(key)) return Presence::Missing;
   if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
     if (now_ms() < vain->second) return Presence::Missing;

@@ -25,9 +25,9 @@ bool DiskTier::is_silent(uint8_t directory) const {
   return !is_open(directory) || (seen_ms && now_ms() >= seen_ms + hangs_after_ms_);
 }
 
-// That is known, and no call there is overdue.
+// It was opened, and no call there is overdue. What is listed without an end is asked by path all the same.
 bool DiskTier::answers(uint8_t directory) const {
-  if (is_silent(directory)) return false;  // first: what else its place says is there from then on
+  if (!is_open(directory)) return false;  // first: what else its place says is there from then on
   const PatientFiles* patient = places_[directory].patient;
   return !patient || !patient->overdue_since_ms();
 }

@@ -87,7 +87,7 @@ void DiskTier::keep_doomed() {
   for (const Place& place : places_) left.insert(left.end(), place.stubborn.begin(), place.stubborn.end());
   if (left.empty() && !kept_) return;
   for (uint8_t d = 0; d < places_.size(); ++d) {
-    if (!is_open(d)) continue;
+    if (is_silent(d)) continue;
     const int error = places_[d].at.files->keep_deleted(left);
     if (error == 0) left.clear();
     if (error != 0) went_wrong(d, -error, true, "keeping what was deleted");
@@ -274,7 +274,7 @@ void DiskTier::remember_flush() {
   flushed_s_.store(second);
   std::string wrong;
   for (uint8_t d = 0; d < places_.size(); ++d)
-    if (const int error = is_open(d) ? places_[d].at.files->keep_flushed(second) : -ETIMEDOUT; error != 0)
+    if (const int error = is_silent(d) ? -ETIMEDOUT : places_[d].at.files->keep_flushed(second); error != 0)
       wrong = errno_text("flushed until a restart only: " + places_[d].at.path + "/" + kFlushedFile, -error);
   flush_lock.lock();
   flushing_ = false;

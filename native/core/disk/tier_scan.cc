@@ -79,6 +79,7 @@ bool DiskTier::list(uint8_t directory) {
   };
   seen_ms = monotonic_ns() / 1'000'000;
   places_[directory].at.files->make_directories(fanout_);
+  seen_ms = monotonic_ns() / 1'000'000;
   std::string wrong;
   try {
     const Scanned scanned = kv::scan(path, fanout_, visitor);

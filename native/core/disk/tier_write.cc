@@ -48,7 +48,8 @@ bool DiskTier::may_write() const {
 // As far as this thread alone decides.
 bool DiskTier::has_room(uint8_t directory) const {
   const Place& place = places_[directory];
-  return place.in_place && well(directory) && place.writing_now < kWritesAtOnce && place.reads.empty() && place.writes.empty();
+  return place.in_place && well(directory) && !is_silent(directory) && place.writing_now < kWritesAtOnce && place.reads.empty() &&
+         place.writes.empty();
 }
 
 // A directory that is slow, or busy with reading, or ill gets less of what is written: the others take it.

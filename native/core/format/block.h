@@ -245,7 +245,8 @@ struct TableHeader {
   std::atomic<uint64_t> load_bytes_per_s;
   std::atomic<uint64_t> load_waiting_bytes;
   std::atomic<uint64_t> load_latency_us;
-  std::atomic<uint64_t> score_ns;  // that eviction scores count from: served, not passed
+  std::atomic<uint64_t>
+      score_ns;  // that eviction scores count from: served, and an hour for each quarter of the pool sealed anew
   std::atomic<uint64_t> peers_up;  // other hosts that can be asked for blocks now, a shared directory is one; 0 in older pools
   // How soon a block of another host would be here, the fastest of them: bytes a second (0: not known), and what one takes by
   // itself.

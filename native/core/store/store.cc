@@ -162,8 +162,6 @@ bool Store::enter(const CreateRequest& request, const CreateItem& item, uint32_t
   }
   layouts_.came(layout_slot);
   add_use(record, now);
-  clock_.entered +=
-      std::max(static_cast<double>(extent.length) / static_cast<double>(options_.capacity_bytes), 1.0 / index_.max_blocks());
   blocks_.records += 1, blocks_.used_bytes += extent.length;
   transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
   if (!index_.insert_key(item.key, record)) {
@@ -301,6 +299,8 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   transition(handle.record, Event::Seal, State::Sealed, flags);
   blocks_.created -= 1, room_.chances += 1;
   counters_.seals += 1;
+  clock_.sealed += std::max(static_cast<double>(extent_of(handle.record).length) / static_cast<double>(options_.capacity_bytes),
+                            1.0 / index_.max_blocks());
   drop_unsealed(*sessions_.at(owner), handle.record);
   policy_.insert(class_of(handle.record), handle.record, rank(handle.record));
   remember_expiry(handle.record);

@@ -369,7 +369,7 @@ class Store {
   Journal journal_;  // has a lock of its own
 
   struct UseClock {
-    double value = 0, entered = 0;      // what use_now() said last; the part of the pool, or table, that was entered since
+    double value = 0, sealed = 0;       // what use_now() said last; the part of the pool, or table, that was sealed since
     uint64_t read_ns = monotonic_ns();  // when it did
   };
   struct Suspects {  // looked at on a client's word in this second

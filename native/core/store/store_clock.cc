@@ -34,7 +34,7 @@ uint64_t nanoseconds(double half_lives) { return static_cast<uint64_t>(std::max(
 double Store::use_now() {
   const uint64_t now = monotonic_ns();
   auto& clock = index_.header().score_ns;
-  const uint64_t turned = nanoseconds(std::exchange(clock_.entered, 0) / kHalfLifePools);
+  const uint64_t turned = nanoseconds(std::exchange(clock_.sealed, 0) / kHalfLifePools);
   uint64_t score = clock.load(std::memory_order_relaxed) + (now - std::exchange(clock_.read_ns, now)) + turned;
   while (half_lives(score) > kRebaseExponent) {
     const double factor = std::exp2(-kRebaseExponent);

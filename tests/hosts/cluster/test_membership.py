@@ -7,11 +7,12 @@ test_cluster.py.
 import base64
 import http.server
 import json
+import socket
 import threading
 
 import pytest
 
-from kvstored.cluster.membership import Membership
+from kvstored.cluster.membership import Away, Membership
 
 
 def coded(what: bytes) -> str:
@@ -65,7 +66,9 @@ def test_an_entry_that_is_no_hosts_is_left_out(etcd):
     assert membership.members == {"a": {"peer": "10.0.0.1:7400"}}
 
 
-@pytest.mark.parametrize("answer", [[], {"kvs": 5}, {"kvs": [{}]}, {"kvs": [{"key": 1, "value": 2}]}, "x"])
+@pytest.mark.parametrize(
+    "answer", [[], None, {"kvs": None}, {"kvs": 5}, {"kvs": [{}]}, {"kvs": [{"key": 1, "value": 2}]}, "x"]
+)
 def test_an_answer_that_is_not_etcds_leaves_the_last_view(etcd, answer):
     membership, answers = etcd
     answers["/v3/kv/range"] = entries(a=b"{}")
@@ -74,3 +77,37 @@ def test_an_answer_that_is_not_etcds_leaves_the_last_view(etcd, answer):
     answers["/v3/kv/range"] = answer
     assert not membership.look()
     assert membership.away and membership.members == {"a": {}}
+
+
+def test_the_next_endpoint_is_asked_where_the_first_is_no_etcd(etcd):
+    membership, answers = etcd
+    answers["/v3/kv/range"] = entries(a=b"{}")
+    good = membership._endpoints[0]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=_says, args=(other, b"hello\r\n"), daemon=True).start()
+        membership._endpoints = [f"127.0.0.1:{other.getsockname()[1]}", good]
+        assert membership.look() and membership.members == {"a": {}}
+
+
+def _says(listener: socket.socket, what: bytes) -> None:
+    accepted, _ = listener.accept()
+    with accepted:
+        accepted.recv(4096)
+        accepted.sendall(what)
+
+
+@pytest.mark.parametrize("answer", [{"result": None}, {"result": 5}, []])
+def test_a_lease_that_is_none_is_etcd_away(etcd, answer):
+    membership, answers = etcd
+    assert membership.look()
+    answers["/v3/lease/keepalive"] = answer
+    assert not membership.look() and membership.away
+
+
+def test_a_master_that_has_no_address_is_etcd_away(etcd):
+    membership, answers = etcd
+    assert membership.look()
+    answers["/v3/kv/txn"] = {}
+    answers["/v3/kv/range"] = {"kvs": [{}]}
+    with pytest.raises(Away):
+        membership.master("127.0.0.1:1")

@@ -62,7 +62,7 @@ def test_a_peer_that_stands_still_holds_up_no_local_call(daemon, tmp_path, wait_
             thread = threading.Thread(target=lambda: found.extend(waiting.get(keys, wait_s=60)))
             thread.start()
             served = 0
-            while thread.is_alive():
+            while thread.is_alive() and served < 200:  # a quarter of the table is left
                 mine = new_keys(4)
                 put(local, mine)
                 assert local.lookup(mine).resident == 4

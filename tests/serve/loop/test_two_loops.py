@@ -5,17 +5,15 @@ Method: two real loops, each on a model and a session of its own, eight requests
 prompts, half to each; every token of a prompt that was computed is counted, by both.
 """
 
-import gc
 import queue
 
 import pytest
 import torch
 
 import kvclient.hf
-from kvclient.hf.attachment import running
 from kvclient.serve.engine.loop import Loop
 from kvclient.serve.scheduler import Limits
-from tests.hf.zoo import build, generate, prompt
+from tests.hf.zoo import build, prompt
 from tests.serve.loop.test_loop import alone, ask, ended
 
 SHARED, OWN, BLOCK = 13 * 32, 40, 32
@@ -45,50 +43,3 @@ def test_eight_that_share_are_computed_once_by_two_servers(daemon, piece):
     most = SHARED + 8 * OWN + 8 + piece  # who meets the other in the middle of a piece has begun its own
     assert SHARED + 8 * OWN <= sum(each) <= most, "a token each and a piece are computed again at most"
     assert min(each) >= 4 * OWN - 4, "each computed what its own requests say by themselves"
-
-
-def test_an_answer_that_has_ended_holds_no_block(daemon, wait_until):
-    """Not until Python happens to collect cycles: until then nobody could use that memory."""
-    kvstored = daemon(memory="64MiB")
-    with kvstored.connect() as client:
-        model = build("llama", layers=2)
-        kv = kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False)
-        loop, events = Loop(model, kv, Limits()), queue.Queue()
-        text = prompt(SHARED, seed=100)
-        gc.collect()
-        gc.disable()
-        try:
-            for turn in range(3):
-                ask(loop, torch.cat([text, prompt(OWN, seed=turn)], 1), events, 0)
-                ended(events, 1)
-            wait_until(lambda: client.stats()["pins"] == 0, "they are let go")
-            assert loop.stats()["cached_tokens_total"] >= 2 * SHARED
-            reused = generate(model, torch.cat([text, prompt(OWN, seed=9)], 1))[0]
-            assert reused.shape[1] > SHARED + OWN and kv.last.reused_tokens >= SHARED
-            assert client.stats()["pins"] == 0, "nor of a generate()"
-        finally:
-            gc.enable()
-            loop.close()
-            kv.detach()
-
-
-def test_where_nothing_inside_is_reused_prompts_join_the_step(daemon, monkeypatch):
-    """repair="auto" on a model that nobody calibrated computes what stands inside: no cut in a prompt's pass."""
-    joined, opened = [], running.opened
-
-    def counted(*args):
-        made = opened(*args)
-        joined.append(made is not None)
-        return made
-
-    monkeypatch.setattr(running, "opened", counted)
-    kvstored = daemon(memory="64MiB")
-    with kvstored.connect() as client:
-        model = build("llama", layers=2)
-        kv = kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False, repair="auto")
-        loop, events = Loop(model, kv, Limits()), queue.Queue()
-        ask(loop, prompt(OWN), events, 0)
-        ended(events, 1)
-        loop.close()
-        kv.detach()
-    assert joined == [True]
