@@ -220,14 +220,15 @@ class Attachment(Scoped):
         Arguments are verify()'s; on a terminal it counts its steps. Interrupted and called again, with the
         same prompts, it goes on where it was. max_kl, nats: measures that promise, and switches "auto" on
         with the least caution that keeps it on these prompts: their mean is at most max_kl, and 2 % of them
-        have more than twice that. Attachments with repair="auto" take that caution over.
+        have more than twice that. Attachments with the same repair="auto" take that caution over; where none
+        keeps it they reuse nothing.
         """
         model = self._attached_model()
         if max_kl is not None:
             check_real("max_kl", max_kl, 0, math.inf)
         with self.coded(self._model_state.codec or AS_COMPUTED):
-            verification, passed = measure.calibrate(self, model, prompts, progress, max_kl)
-        self._model_state.calibrated(passed)
+            verification, *found = measure.calibrate(self, model, prompts, progress, max_kl)
+        self._model_state.calibrated(*found)
         return verification
 
     def warm(

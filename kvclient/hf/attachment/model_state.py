@@ -28,6 +28,7 @@ from kvclient.hf.request.served_model import ServedModel, ServedModels
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.quality import calibration
+from kvclient.hf.reuse.quality.calibration import Findings
 from kvclient.hf.reuse.repair import Repair
 
 MOST_SALTS = 1024  # of calls, kept ready
@@ -67,7 +68,7 @@ class ModelState:
         served_models = ServedModels(self._client, kv, form, dimensions, most)
         repair = self._asked
         if self._wanted == CALIBRATED:
-            repair = calibration.load(served_models.unsalted)
+            repair = calibration.load(served_models.unsalted).switched_on
         non_prefix = examine_non_prefix(model, kv, repair) if repair is not None else None
         served = served_models.of(self.codec, non_prefix).calibrated(repair)
         # All at once and last: whatever was raised until here, the next call examines again.
@@ -148,8 +149,21 @@ class ModelState:
         self.served_models = self.served_models.salted(salted(now, self._salt))
         self.served = self.served_models.of(self.codec, self.served.non_prefix)
 
-    def calibrated(self, passed: NonPrefixReuse | None) -> None:
-        """Takes what calibration let pass; None, and no repair was asked for: prefixes only."""
-        if passed is not None or self._wanted == CALIBRATED:
-            self._wanted = CALIBRATED  # changed weights have another identity: off until they have passed
-            self.served = dataclasses.replace(self.served, non_prefix=passed)
+    @property
+    def rules(self) -> Repair:
+        """What a promise is kept by: as attach() was told, if that was "auto"."""
+        asked = self._asked
+        return asked if asked is not None and asked.method == "auto" else Repair()
+
+    def calibrated(self, measured: NonPrefixReuse, found: Findings, passed: bool) -> None:
+        """Takes what is found of the model by now. measured: how it reuses inside prompts at all. passed:
+        whether the last calibration did, and so is what is wanted from now on."""
+        with self._lock:
+            if passed:
+                self._wanted = CALIBRATED  # changed weights have another identity: off until they have passed
+            asked = self._asked
+            if asked is None and self._wanted != CALIBRATED:
+                return  # nothing but prefixes was asked for
+            repair = found.switched_on if asked is None else found.cautious(asked, self.served.known)
+            non_prefix = None if repair is None else dataclasses.replace(measured, repair=repair)
+            self.served = dataclasses.replace(self.served, non_prefix=non_prefix)

@@ -24,6 +24,7 @@ from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel
 from kvclient.hf.reuse.blend import NonPrefixReuse
 from kvclient.hf.reuse.eligibility import examine_non_prefix
 from kvclient.hf.reuse.quality import calibration
+from kvclient.hf.reuse.quality.calibration import Findings
 from kvclient.hf.reuse.quality.partial import Partial, Progress, partial_of, shown
 from kvclient.hf.reuse.quality.verify import (
     Outcome,
@@ -78,14 +79,15 @@ def verify(
 def calibrate(
     kv: Attachment, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None,
     max_kl: float | None,
-) -> tuple[Verification, NonPrefixReuse | None]:  # fmt: skip
-    """(what was measured last, what passed). max_kl: that promise is measured, with the least caution that
-    keeps it; None: the cheapest repair without one. Raises Refused if nothing but prefixes can be reused.
-    Whatever the attachment's own repair says, what is tried is what the kept file will stand for.
+) -> tuple[Verification, NonPrefixReuse, Findings, bool]:  # fmt: skip
+    """(what was measured last, how the model reuses inside prompts, all that is found of it by now, whether
+    something passed). max_kl: that promise is measured, by the attachment's rules, with the least caution
+    that keeps it; None: the cheapest repair without one, of Repair's defaults. Raises Refused if nothing but
+    prefixes can be reused.
     """
     kv._served(modes=False)
     non_prefix = examine_non_prefix(model, kv._model_state.kv, Repair())
-    tries = [_repairs(non_prefix.repair)] if max_kl is None else _promises(max_kl)
+    tries = [_repairs(Repair())] if max_kl is None else _promises(kv._model_state.rules, max_kl)
     unsalted = kv._model_state.served_models.unsalted
     questions = _questions(model, prompts)
     facts = [questions, tries, kv.form.parameters, kv.chunker.block_tokens, kv.backend]
@@ -100,12 +102,10 @@ def calibrate(
             break
     steps.end()
     partial.end()
-    if passed is None:
-        _keep(functools.partial(calibration.forget, unsalted))
-        return verification, None
-    repair = repairs[passed]
-    _keep(functools.partial(calibration.save, unsalted, repair, verification[passed]))
-    return verification, dataclasses.replace(non_prefix, repair=repair)
+    last = next(reversed(repairs)) if passed is None else passed
+    change = Findings.with_failed if passed is None else Findings.with_passed
+    found = _kept(unsalted, functools.partial(change, repair=repairs[last], outcome=verification[last]))
+    return verification, non_prefix, found, passed is not None
 
 
 def _repairs(default: Repair) -> dict[str, Repair]:
@@ -118,9 +118,12 @@ def _repairs(default: Repair) -> dict[str, Repair]:
     return repairs | {"attention": dataclasses.replace(default, **attended)}
 
 
-def _promises(max_kl: float) -> list[dict[str, Repair]]:
+def _promises(rules: Repair, max_kl: float) -> list[dict[str, Repair]]:
     """One after the other, until one is kept."""
-    return [{f"auto x{caution}": Repair(max_kl=max_kl, caution=caution)} for caution in CAUTIONS]
+    return [
+        {f"auto x{caution}": dataclasses.replace(rules, max_kl=max_kl, caution=caution)}
+        for caution in CAUTIONS
+    ]
 
 
 def _near(outcome: Outcome, max_kl: float | None) -> bool:
@@ -151,11 +154,13 @@ class _Steps:
             self._progress(self._total, self._total)
 
 
-def _keep(write: Callable[[], object]) -> None:
+def _kept(unsalted: bytes, change: Callable[[Findings], Findings]) -> Findings:
+    """What is found of this model by now."""
     try:
-        write()
+        return calibration.update(unsalted, change)
     except OSError as error:  # what was measured holds all the same
         warnings.warn(f"what calibration found holds here only, it cannot be kept: {error}", stacklevel=4)
+        return change(calibration.load(unsalted))
 
 
 def _questions(model: torch.nn.Module, prompts: Sequence[Any] | None) -> list[Question]:

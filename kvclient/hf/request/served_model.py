@@ -110,13 +110,10 @@ class ServedModel:
         with them; without one, for prefixes only."""
         if self.non_prefix is None:
             return self
-        repair = calibration.load(self.unsalted) if wanted is None else self.cautious(wanted)
+        found = calibration.load(self.unsalted)
+        repair = found.switched_on if wanted is None else found.cautious(wanted, self.known)
         non_prefix = None if repair is None else dataclasses.replace(self.non_prefix, repair=repair)
         return dataclasses.replace(self, non_prefix=non_prefix)
-
-    def cautious(self, wanted: Repair) -> Repair:
-        """The repair that keeps what this one promises, as far as that was measured."""
-        return calibration.cautious(wanted, self.unsalted, self.known)
 
     def inside(self, report: Report) -> NonPrefixReuse | None:
         """How what stands inside a prompt is reused; None: not at all. The report says if that is for want of

@@ -239,30 +239,41 @@ def test_a_calls_codec_needs_a_calibration_of_its_own(model, client, monkeypatch
         assert found > 80 and repair == Repair("none")  # who says so does not ask
 
 
+OF = '{"repair": {"method": "none", "ratio": 0.1}, "passed": true, "mean_kl": 0.1, "top1": 1.0}'
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         "", "{", "[]", "null", '{"version": 2}', "x" * 10_000, "[" * 4000,
-        '{"version": 1, "identity": "ID", "method": "none", "ratio": 0.1}',
-        '{"version": 2, "identity": "00", "method": "none", "ratio": 0.1}',
-        '{"version": 2, "identity": "ID", "method": "best", "ratio": 0.1}',
-        '{"version": 2, "identity": "ID", "method": "none", "ratio": 7}',
-        '{"version": 2, "identity": "ID", "method": "none", "ratio": null}',
+        '{"version": 3, "identity": "ID", "found": [OF]}', '{"version": 4, "identity": "00", "found": [OF]}',
+        '{"version": 4, "identity": "ID", "found": [OF, 7]}', '{"version": 4, "identity": "ID", "found": 7}',
+        *(
+            '{"version": 4, "identity": "ID", "found": [OF]}'.replace("OF", OF.replace(*change))
+            for change in (
+                ('"none"', '"best"'), ("0.1", "7"), ("0.1", "null"), ("true", "false"), ("ratio", "x"),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_a_damaged_calibration_counts_as_none(cache, damage):
     identity = bytes(32)
     cache.mkdir()
-    (cache / f"{identity.hex()}.json").write_text(damage.replace("ID", identity.hex()))
-    assert calibration.load(identity) is None
+    path = cache / f"{identity.hex()}.json"
+    path.write_text(damage.replace("ID", identity.hex()).replace("OF", OF))
+    assert calibration.load(identity) == calibration.Findings()
+    sound = '{"version": 4, "identity": "ID", "found": [OF]}'
+    path.write_text(sound.replace("ID", identity.hex()).replace("OF", OF))
+    assert calibration.load(identity).switched_on == Repair("none", ratio=0.1)
 
 
 def test_a_calibration_is_read_as_written(cache, kv):
     outcome = kv.verify(PROMPTS)["cacheblend"]
-    path = calibration.save(bytes(32), Repair("cacheblend", ratio=0.1), outcome)
-    assert calibration.load(bytes(32)) == Repair("cacheblend", ratio=0.1)
-    assert calibration.load(bytes([1]) * 32) is None
-    assert json.loads(path.read_text())["mean_kl"] == outcome.mean_kl
-    assert list(cache.iterdir()) == [path]
-    calibration.forget(bytes(32))
-    assert calibration.load(bytes(32)) is None
+    repair = Repair("cacheblend", ratio=0.1, check_layer=1)
+    calibration.update(bytes(32), lambda found: found.with_passed(repair, outcome))
+    assert calibration.load(bytes(32)).switched_on == repair
+    assert calibration.load(bytes([1]) * 32) == calibration.Findings()
+    (path,) = cache.iterdir()
+    assert json.loads(path.read_text())["found"][0]["mean_kl"] == outcome.mean_kl
+    calibration.update(bytes(32), lambda found: found.with_failed(repair, outcome))
+    assert not list(cache.iterdir()) and calibration.load(bytes(32)) == calibration.Findings()
