@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from kvclient.hf.call import Bypassed, read_prompt
-from tests.hf.census import COLUMNS, examine, known_types, tiny
+from tests.hf.census import COLUMNS, examine, known_types, tiny, what
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 SOME = ("llama", "deepseek_v3", "gemma2", "gemma3", "llama4_text", "qwen3_next")
@@ -23,7 +23,7 @@ def of_the_document() -> dict[str, list[str]]:
     if f"transformers {transformers.__version__})" not in lines[0]:
         pytest.skip(f"the table is of another transformers than {transformers.__version__}")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    return {kind: said for kind, _stored, *said in cells}
+    return {kind: said for kind, *said in cells}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,7 +36,7 @@ def test_what_is_accepted_answers_as_plain_generation_does(kind):
     said = of_the_document().get(kind)
     assert (said is None) == ("refused" in found), "python -m tests.hf.census prints the table anew"
     if said is not None:
-        assert dict(zip(COLUMNS, said, strict=True)) == found
+        assert dict(zip(("stored", *COLUMNS), said, strict=True)) == {"stored": what(model), **found}
 
 
 def test_a_prompt_with_a_picture_goes_without_the_store():
