@@ -221,6 +221,29 @@ struct kvk_awq {
  * [inputs][columns] of f32, f16 or bf16, a row every out_row_stride bytes; `outputs` is still the whole layer's, as its rows of
  * words lie. No repack. */
 
+/* A linear layer in fp32, on the CPU: out[m][n] = sum of x[m][k] * w[n][k], + bias[n]. With `up`, the gated half of an MLP:
+ * out = silu(x w + bias) * (x up + up_bias). An element has the same bits whatever rows stand beside its own and however many
+ * threads work: they depend on its row, its weights and the path. */
+struct kvk_linear {
+  uint32_t size, abi;
+  uint32_t inputs, outputs, rows; /* inputs a multiple of 16 */
+  uint32_t path, threads;
+  const float *x, *w, *up;              /* [rows][inputs]; [outputs][inputs]; the same, or NULL */
+  const float *bias, *up_bias;          /* [outputs], or NULL */
+  float* out;                           /* [rows][outputs] */
+  int64_t x_row_stride, out_row_stride; /* in elements */
+};
+
+/* out[m][i] = weight[i] * x[m][i] / sqrt(mean of the squares of x[m] + epsilon), in fp32, on the CPU. */
+struct kvk_norm {
+  uint32_t size, abi;
+  uint32_t rows, width, path, threads;
+  const float *x, *weight;
+  float* out;                           /* may be x */
+  int64_t x_row_stride, out_row_stride; /* in elements */
+  float epsilon;
+};
+
 KVK_EXPORT uint32_t kvk_abi(void);
 KVK_EXPORT const char* kvk_last_error(void);
 
@@ -239,6 +262,8 @@ KVK_EXPORT int kvk_copy_pages(const struct kvk_pages* args);
 KVK_EXPORT int kvk_awq_repack(const struct kvk_awq* args);
 KVK_EXPORT int kvk_awq_multiply(const struct kvk_awq* args);
 KVK_EXPORT int kvk_awq_dequantise(const struct kvk_awq* args);
+KVK_EXPORT int kvk_linear_multiply(const struct kvk_linear* args);
+KVK_EXPORT int kvk_norm_rows(const struct kvk_norm* args);
 
 /* The transfer path. Streams and events are CUDA's own, as pointers. Registering makes host memory known to the device, at the
  * same address, until it is unregistered; KVK_UNSUPPORTED: not this memory on this device, which a pinned buffer between is

@@ -142,9 +142,26 @@ Awq = _struct(
         ("columns", c_uint32),
     ],
 )
+Linear = _struct(
+    "Linear",
+    [
+        *_fields(c_uint32, "size abi inputs outputs rows path threads"),
+        *_fields(c_void_p, "x w up bias up_bias out"),
+        *_fields(c_int64, "x_row_stride out_row_stride"),
+    ],
+)
+Norm = _struct(
+    "Norm",
+    [
+        *_fields(c_uint32, "size abi rows width path threads"),
+        *_fields(c_void_p, "x weight out"),
+        *_fields(c_int64, "x_row_stride out_row_stride"),
+        ("epsilon", c_float),
+    ],
+)
 
 
-CPU_FUNCTIONS = {
+_SHARED_FUNCTIONS = {
     "kvk_attend": Attention,
     "kvk_quantise": Conversion,
     "kvk_dequantise": Conversion,
@@ -152,7 +169,8 @@ CPU_FUNCTIONS = {
     "kvk_awq_multiply": Awq,
     "kvk_awq_dequantise": Awq,
 }
-CUDA_FUNCTIONS = CPU_FUNCTIONS | {
+CPU_FUNCTIONS = _SHARED_FUNCTIONS | {"kvk_linear_multiply": Linear, "kvk_norm_rows": Norm}
+CUDA_FUNCTIONS = _SHARED_FUNCTIONS | {
     "kvk_load": Loading,
     "kvk_score": Scoring,
     "kvk_copy_pages": Pages,

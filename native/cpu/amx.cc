@@ -3,6 +3,7 @@
 #include "cpu/awq_tiles.h"
 #include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
+#include "cpu/linear_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_vnni.h"
 #include "cpu/tile_amx.h"
@@ -46,6 +47,7 @@ void attend_amx(const kvk_attention& a, const Task& task, Scratch s) {
 
 }  // namespace
 
-const Path kAmxPath{"amx", quantise_rows, dequantise_rows, rotate_rows, attend_amx, multiply_awq_vnni, unpack_awq};
+const Path kAmxPath{"amx",      quantise_rows,   dequantise_rows, rotate_rows, attend_amx, multiply_awq_vnni,
+                    unpack_awq, multiply_linear, normalise_rows};
 
 }  // namespace kvk

@@ -3,11 +3,13 @@
 #include "cpu/awq_rows.h"
 #include "cpu/awq_tiles.h"
 #include "cpu/codec_rows.h"
+#include "cpu/linear_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_avx2.h"
 
 namespace kvk {
 
-const Path kAvx2Path{"avx2", quantise_rows, dequantise_rows, rotate_rows, attend_rows<ProductsAvx2>, multiply_awq, unpack_awq};
+const Path kAvx2Path{"avx2",       quantise_rows, dequantise_rows, rotate_rows,   attend_rows<ProductsAvx2>,
+                     multiply_awq, unpack_awq,    multiply_linear, normalise_rows};
 
 }  // namespace kvk

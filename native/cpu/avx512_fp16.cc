@@ -2,6 +2,7 @@
 #include "cpu/awq_tiles.h"
 #include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
+#include "cpu/linear_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_vnni.h"
 #include "cpu/tile_fp16.h"
@@ -19,7 +20,7 @@ struct Fp16 : Vnni {
 
 }  // namespace
 
-const Path kAvx512Fp16Path{"avx512_fp16",     quantise_rows,     dequantise_rows, rotate_rows,
-                           attend_rows<Fp16>, multiply_awq_vnni, unpack_awq};
+const Path kAvx512Fp16Path{"avx512_fp16",     quantise_rows, dequantise_rows, rotate_rows,   attend_rows<Fp16>,
+                           multiply_awq_vnni, unpack_awq,    multiply_linear, normalise_rows};
 
 }  // namespace kvk

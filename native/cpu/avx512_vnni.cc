@@ -2,12 +2,13 @@
 #include "cpu/awq_tiles.h"
 #include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
+#include "cpu/linear_rows.h"
 #include "cpu/paths.h"
 #include "cpu/products_vnni.h"
 
 namespace kvk {
 
-const Path kAvx512VnniPath{"avx512_vnni",     quantise_rows,     dequantise_rows, rotate_rows,
-                           attend_rows<Vnni>, multiply_awq_vnni, unpack_awq};
+const Path kAvx512VnniPath{"avx512_vnni",     quantise_rows, dequantise_rows, rotate_rows,   attend_rows<Vnni>,
+                           multiply_awq_vnni, unpack_awq,    multiply_linear, normalise_rows};
 
 }  // namespace kvk

@@ -21,6 +21,8 @@ struct Path {
   void (*attend)(const kvk_attention&, const Task&, Scratch);
   void (*multiply)(const kvk_awq&, uint32_t word_start, uint32_t word_stop);  // of eight columns each
   void (*unpack)(const kvk_awq&, uint32_t group_start, uint32_t group_stop);
+  void (*linear)(const kvk_linear&, uint32_t output_start, uint32_t output_stop);  // up to kLinearColumns
+  void (*norm)(const kvk_norm&, uint32_t row_start, uint32_t row_stop);
 };
 
 extern const Path kReferencePath, kAvx2Path, kAvx512Path, kAvx512VnniPath, kAvx512Fp16Path, kAmxPath;

@@ -115,9 +115,35 @@ void unpack_naively(const kvk_awq& a, uint32_t group_start, uint32_t group_stop)
     }
 }
 
+double dot(const float* x, const float* w, uint32_t count) {
+  double sum = 0;
+  for (uint32_t k = 0; k < count; ++k) sum += double{x[k]} * w[k];
+  return sum;
+}
+
+void linear_naively(const kvk_linear& a, uint32_t start, uint32_t stop) {
+  for (uint32_t row = 0; row < a.rows; ++row)
+    for (uint64_t n = start; n < stop; ++n) {
+      const float* x = a.x + row * a.x_row_stride;
+      double value = dot(x, a.w + n * a.inputs, a.inputs) + (a.bias == nullptr ? 0 : a.bias[n]);
+      if (a.up != nullptr)
+        value = value / (1 + __builtin_exp(-value)) *
+                (dot(x, a.up + n * a.inputs, a.inputs) + (a.up_bias == nullptr ? 0 : a.up_bias[n]));
+      a.out[row * a.out_row_stride + static_cast<int64_t>(n)] = static_cast<float>(value);
+    }
+}
+
+void normalise_naively(const kvk_norm& a, uint32_t start, uint32_t stop) {
+  for (uint32_t row = start; row < stop; ++row) {
+    const float* x = a.x + row * a.x_row_stride;
+    const double scale = 1 / __builtin_sqrt(dot(x, x, a.width) / a.width + a.epsilon);
+    for (uint32_t i = 0; i < a.width; ++i) a.out[row * a.out_row_stride + i] = static_cast<float>(a.weight[i] * (x[i] * scale));
+  }
+}
+
 }  // namespace
 
-const Path kReferencePath{"reference",    quantise_rows,    dequantise_rows, rotate_rows,
-                          attend_naively, multiply_naively, unpack_naively};
+const Path kReferencePath{"reference",      quantise_rows,  dequantise_rows, rotate_rows,      attend_naively,
+                          multiply_naively, unpack_naively, linear_naively,  normalise_naively};
 
 }  // namespace kvk

@@ -32,6 +32,8 @@ STRUCTS = {
     "kvk_scoring": contract.Scoring,
     "kvk_pages": contract.Pages,
     "kvk_awq": contract.Awq,
+    "kvk_linear": contract.Linear,
+    "kvk_norm": contract.Norm,
 }
 
 

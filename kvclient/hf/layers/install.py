@@ -1,0 +1,108 @@
+"""Which modules of a model the kernels compute, and the proof that they compute the same.
+
+Owns the choice. Never goes by a name alone: what a class of norms or MLPs computes is tried on numbers,
+beside its own forward, before one of its modules gets another. Invariant: no module that a hook, a quantiser
+or an adapter touches is changed, and a model on a machine without the kernels stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kvclient.hf.attention.backends import ENVIRONMENT
+from kvclient.hf.layers import forwards
+from kvclient.kernels import contract
+
+EPSILONS = ("variance_epsilon", "eps")
+GATED = {"gate_proj", "up_proj", "down_proj"}
+LANES = 16  # inputs of a layer are a multiple of it
+CLOSE = 1e-5  # of the largest number of a row
+TRIED_ROWS = (1, 5)
+
+
+def install(model: torch.nn.Module) -> int:
+    """How many modules are computed by native/cpu from now on. A forward that was already exchanged stays."""
+    if os.environ.get(ENVIRONMENT) == "torch" or not contract.built("_cpu.so") or contract.lacks("auto"):
+        return 0
+    found = 0
+    known: dict[Any, bool] = {}
+    for module, made, kind in list(_candidates(model)):
+        if "forward" in module.__dict__ or _hooked(module):
+            continue
+        if kind is not None and not known.setdefault(kind, _same(module, made)):
+            continue
+        module.__dict__["forward"] = made
+        found += 1
+    return found
+
+
+def _candidates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, forwards.Forward, Any]]:
+    """Modules with what could stand in their forward's place, and what is to be tried once: None, nothing."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and _fits(module):
+            yield module, forwards.of_linear(module), None
+        elif _is_norm(module):
+            yield module, forwards.of_norm(module, _epsilon(module)), type(module)
+        elif _is_gated(module):
+            yield module, forwards.of_gated(module), (type(module), type(module.act_fn))
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    plain = len(module._parameters) == 1 and weight is not None and weight.ndim == 1 and _plain(weight)
+    return type(module).__name__.endswith("RMSNorm") and plain and _epsilon(module) is not None
+
+
+def _is_gated(module: Any) -> bool:
+    if module._modules.keys() != GATED | {"act_fn"} or not type(module.act_fn).__name__.startswith("SiLU"):
+        return False
+    return all(type(part) is torch.nn.Linear and _fits(part) for part in map(module.get_submodule, GATED))
+
+
+def _fits(module: torch.nn.Linear) -> bool:
+    bias = module._parameters.get("bias")
+    return (
+        _plain(module.weight)
+        and (bias is None or _plain(bias))
+        and module.in_features % LANES == 0
+        and module.in_features > 0
+        and not _hooked(module)
+    )
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    ours = tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return ours and type(tensor) in (torch.nn.Parameter, torch.Tensor)
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _epsilon(module: torch.nn.Module) -> Any:
+    for name in EPSILONS:
+        if isinstance(value := getattr(module, name, None), float):
+            return value
+    return None
+
+
+def _same(module: torch.nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether it computes what its class does, of a few rows."""
+    width = next(module.parameters()).shape[-1]
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for rows in TRIED_ROWS:
+            x = torch.randn((1, rows, width), generator=numbers)
+            try:
+                wanted = type(module).forward(module, x)
+            except Exception:  # it wants more than rows: none of these
+                return False
+            if not isinstance(wanted, torch.Tensor) or wanted.dtype is not torch.float32:
+                return False
+            if not torch.allclose(made(x), wanted, rtol=0, atol=CLOSE * float(wanted.abs().max())):
+                return False
+    return True

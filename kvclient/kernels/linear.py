@@ -1,0 +1,75 @@
+"""Rows times a linear layer's weights, and rows over the root of the mean of their squares: fp32, the CPU.
+
+Owns the checks of shapes and types that the native calls cannot do. Never copies an operand. Invariant: a
+row's result has the same bits whatever rows stand beside it and however many threads.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, sizeof
+
+import numpy as np
+
+from kvclient.errors import InvalidArgument
+from kvclient.kernels import contract
+
+
+def multiply(
+    x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, up: np.ndarray | None = None,
+    up_bias: np.ndarray | None = None, threads: int = 1, path: str = "auto",
+) -> np.ndarray:  # fmt: skip
+    """float32 [rows, outputs] of x float32 [rows, inputs] and w float32 [outputs, inputs]: x w' + bias; with
+    up, of w's shape: silu(x w' + bias) * (x up' + up_bias). Raises InvalidArgument for anything else, and
+    Unsupported where inputs are no multiple of 16.
+    """
+    if w.ndim != 2 or x.ndim != 2:
+        raise InvalidArgument(f"x is {list(x.shape)}, w {list(w.shape)}; both must have rows of inputs")
+    outputs, inputs = w.shape
+    _check("x", x, (len(x), inputs))
+    _check("w", w, (outputs, inputs))
+    for name, array, shape in (
+        ("bias", bias, (outputs,)),
+        ("up", up, w.shape),
+        ("up_bias", up_bias, (outputs,)),
+    ):
+        if array is not None:
+            _check(name, array, shape)
+    out = np.empty((len(x), outputs), np.float32)
+    args = contract.Linear(
+        sizeof(contract.Linear), contract.ABI, inputs, outputs, len(x), contract.path_number(path), threads,
+        x.ctypes.data, w.ctypes.data, _at(up), _at(bias), _at(up_bias), out.ctypes.data, inputs, outputs,
+    )  # fmt: skip
+    contract.check(contract.cpu().kvk_linear_multiply(byref(args)))
+    return out
+
+
+def normalise(
+    x: np.ndarray, weight: np.ndarray, epsilon: float, threads: int = 1, path: str = "auto"
+) -> np.ndarray:
+    """float32 [rows, width]: weight [width] times the rows of x over the root of the mean of their squares
+    and epsilon. Raises InvalidArgument for anything else.
+    """
+    if x.ndim != 2:
+        raise InvalidArgument(f"x is {list(x.shape)}; it must have rows")
+    rows, width = x.shape
+    _check("x", x, (rows, width))
+    _check("weight", weight, (width,))
+    out = np.empty_like(x)
+    args = contract.Norm(
+        sizeof(contract.Norm), contract.ABI, rows, width, contract.path_number(path), threads, x.ctypes.data,
+        weight.ctypes.data, out.ctypes.data, width, width, epsilon,
+    )  # fmt: skip
+    contract.check(contract.cpu().kvk_norm_rows(byref(args)))
+    return out
+
+
+def _at(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def _check(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    if array.dtype != "float32" or array.shape != shape or not array.flags.c_contiguous:
+        kind = "" if array.flags.c_contiguous else ", strided"
+        raise InvalidArgument(
+            f"{name} is {array.dtype}{list(array.shape)}{kind}; expected float32{list(shape)}, contiguous"
+        )

@@ -1,0 +1,146 @@
+"""Proves that a model whose layers native/cpu computes is the same model: near to rounding, under the same
+identity; that a token's numbers do not depend on the tokens beside it; and that what is none of these layers
+stays as it was.
+
+Method: tiny random models of the zoo, with and without; modules that a hook, another type or another formula
+keeps out, and calls that the kernels do not take.
+"""
+
+import copy
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.hf import layers
+from kvclient.hf.layers.install import _same
+from tests.hf.zoo import build, prompt
+
+
+def changed(model):
+    return {type(module).__name__ for module in model.modules() if "forward" in module.__dict__}
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "phi3"])
+def test_the_model_is_the_same_to_rounding(kind):
+    model, ids = build(kind, layers=2), prompt(70)
+    wanted = logits(model, ids)
+    assert layers.install(model) == len([m for m in model.modules() if "forward" in m.__dict__])
+    found = logits(model, ids)
+    assert torch.allclose(found, wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def test_which_modules_are_computed():
+    assert changed_of("llama") == {"Linear", "LlamaRMSNorm", "LlamaMLP"}
+    assert "Gemma2RMSNorm" not in changed_of("gemma2")  # 1 + weight: its own formula
+    assert "Gemma2MLP" not in changed_of("gemma2")  # gelu
+
+
+def changed_of(kind):
+    model = build(kind, layers=2)
+    layers.install(model)
+    return changed(model)
+
+
+def test_a_tokens_numbers_do_not_depend_on_those_beside_it():
+    """To the bit, of every module that was changed; torch's product does not promise it."""
+    model = build("llama", layers=2)
+    layers.install(model)
+    seen = 0
+    for module in model.modules():
+        if "forward" not in module.__dict__:
+            continue
+        width = next(module.parameters()).shape[-1]
+        x = torch.randn((1, 37, width), generator=torch.Generator().manual_seed(seen))
+        with torch.no_grad():
+            whole = module(x)
+            for rows in (1, 2, 3, 5, 8, 13):
+                assert torch.equal(module(x[:, :rows].contiguous()), whole[:, :rows])
+                assert torch.equal(module(x[0, -rows:, None].contiguous())[:, 0], whole[0, -rows:])
+        seen += 1
+    assert seen > 10
+
+
+def test_the_identity_is_the_models_own():
+    """KV of both is near, as of one prompt in pieces of other sizes: so it is shared."""
+    identities, model = [], build("llama", layers=2)
+    for before in (False, True):
+        fresh = copy.deepcopy(model)
+        with kvclient.InMemoryClient(16 << 20) as client:
+            if before:
+                layers.install(fresh)
+            with kvclient.hf.attach(fresh, client, block_tokens=16) as kv:
+                identities.append(kv.identity)
+                if not before:
+                    layers.install(fresh)
+                assert not kv._model_state.watch.changed()
+                fresh.generate(prompt(40), max_new_tokens=4, do_sample=False)
+                fresh.generate(prompt(40), max_new_tokens=4, do_sample=False)
+                assert kv.last_here.reused_tokens > 0
+    assert identities[0] == identities[1]
+
+
+def test_what_a_hook_or_an_adapter_touches_stays():
+    model = build("llama", layers=2)
+    first, second = model.model.layers
+    first.mlp.up_proj.register_forward_hook(lambda *_: None)
+    second.self_attn.q_proj.forward = second.self_attn.q_proj.forward
+    kept = second.self_attn.q_proj.forward
+    layers.install(model)
+    assert "forward" not in first.mlp.up_proj.__dict__ and "forward" not in first.mlp.__dict__
+    assert second.self_attn.q_proj.forward is kept
+    assert "forward" in second.mlp.__dict__
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_stay(dtype):
+    model = build("llama", layers=2).to(dtype)
+    assert layers.install(model) == 0 and not changed(model)
+
+
+def test_without_kernels_nothing_changes(monkeypatch):
+    monkeypatch.setenv("KVCLIENT_BACKEND", "torch")
+    assert layers.install(build("llama", layers=2)) == 0
+
+
+def test_calls_that_the_kernels_do_not_take_are_torchs():
+    """Another type since, a gradient, an x that is not whole: the class's own forward, to the bit."""
+    linear = torch.nn.Linear(32, 8)
+    plain = copy.deepcopy(linear)
+    holder = torch.nn.Sequential(linear)
+    assert layers.install(holder) == 1
+    x = torch.randn((2, 5, 64))[..., ::2]
+    assert torch.equal(holder(x), plain(x))
+    wide = torch.randn((4, 32), requires_grad=True)
+    holder(wide).sum().backward()
+    assert wide.grad is not None and linear.weight.grad is not None
+    with torch.no_grad():
+        vector = torch.randn(32)
+        assert torch.equal(holder(vector), plain(vector))
+        assert holder(torch.randn((0, 32))).shape == (0, 8)
+        with pytest.raises(RuntimeError):
+            holder(torch.randn((4, 16)))
+        moved = holder.to(torch.bfloat16)
+        half = torch.randn((4, 32), dtype=torch.bfloat16)
+        assert torch.equal(moved(half), plain.to(torch.bfloat16)(half))
+
+
+def test_a_class_that_computes_otherwise_is_found_out():
+    class OddRMSNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.rand(32)), 1e-5
+
+        def forward(self, x):
+            return self.weight * x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + self.eps)
+
+    model = torch.nn.Sequential(OddRMSNorm())
+    assert layers.install(model) == 0
+    assert not _same(model[0], lambda x: x)

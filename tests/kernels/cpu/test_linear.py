@@ -1,0 +1,115 @@
+"""Proves that the CPU's linear layers and norms compute what they say, on every path of this machine.
+
+Method: random rows and weights against NumPy in double. The same rows alone, beside others and on other
+numbers of threads must come back with the same bits: by that a server computes requests side by side.
+"""
+
+import numpy as np
+import pytest
+
+from kvclient.errors import InvalidArgument
+from kvclient.kernels import contract, linear
+
+HERE = [name for name in contract.PATHS[1:] if contract.lacks(name) is None]
+SHAPES = [(16, 1), (48, 3), (64, 4), (576, 67), (1536, 130), (2048, 64), (2064, 9), (4112, 70)]
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def near(found, wanted, x, w):
+    """Within the rounding of so many products in fp32."""
+    bound = 2.0**-20 * (np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T) + 1e-6
+    return (np.abs(found - wanted) <= bound).all()
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_rows_times_weights(path, inputs, outputs):
+    x, w, bias = numbers(201, inputs), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)
+    for added in (None, bias):
+        wanted = x.astype(np.float64) @ w.astype(np.float64).T + (0 if added is None else added)
+        whole = linear.multiply(x, w, added, path=path)
+        assert near(whole, wanted, x, w)
+        for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 95, 97, 200):
+            some = linear.multiply(x[:rows], w, added, threads=rows % 4, path=path)
+            assert np.array_equal(some, whole[:rows]), rows
+            last = linear.multiply(x[201 - rows :], w, added, path=path)
+            assert np.array_equal(last, whole[201 - rows :]), rows
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_the_gated_half_of_an_mlp(path, inputs, outputs):
+    x, w, up = (
+        numbers(130, inputs),
+        numbers(outputs, inputs, seed=1) / 16,
+        numbers(outputs, inputs, seed=2) / 16,
+    )
+    bias, up_bias = numbers(outputs, seed=3), numbers(outputs, seed=4)
+    for first, second in ((None, None), (bias, up_bias)):
+        gate, held = (x.astype(np.float64) @ m.astype(np.float64).T for m in (w, up))
+        if first is not None:
+            gate, held = gate + first, held + second
+        whole = linear.multiply(x, w, first, up, second, path=path)
+        assert np.allclose(whole, silu(gate) * held, rtol=1e-4, atol=1e-5 * np.abs(held).max())
+        for rows in (1, 2, 3, 5, 8, 97):
+            some = linear.multiply(x[:rows], w, first, up, second, threads=3, path=path)
+            assert np.array_equal(some, whole[:rows]), rows
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_gates_far_from_zero(path):
+    """silu of what no power of two can hold is 0, or the number itself; what is no number stays none."""
+    x = np.zeros((5, 16), np.float32)
+    x[:, 0] = [-1e4, -100, 100, 1e4, np.nan]
+    w = np.zeros((1, 16), np.float32)
+    w[0, 0] = 1
+    up = np.zeros((1, 16), np.float32)
+    found = linear.multiply(x, w, None, up, np.ones(1, np.float32), path=path)[:, 0]
+    assert np.allclose(found[:4], [0, 0, 100, 1e4]) and np.isnan(found[4])
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("width", [1, 16, 31, 576, 1000])
+def test_rows_over_the_root_of_their_mean_square(path, width):
+    x, weight = numbers(131, width) * 3, numbers(width, seed=1)
+    root = np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5)
+    whole = linear.normalise(x, weight, 1e-5, path=path)
+    assert np.allclose(whole, weight * (x / root), rtol=2e-6, atol=1e-6)
+    for rows in (0, 1, 2, 64, 65, 130):
+        assert np.array_equal(linear.normalise(x[:rows], weight, 1e-5, threads=3, path=path), whole[:rows])
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_no_number_stays_in_its_row(path, wrong):
+    x, w = numbers(9, 64), numbers(20, 64, seed=1)
+    well = linear.multiply(x, w, path=path)
+    x[4, 7] = wrong
+    found = linear.multiply(x, w, path=path)
+    assert not np.isfinite(found[4]).any()
+    assert np.array_equal(np.delete(found, 4, 0), np.delete(well, 4, 0))
+
+
+def test_what_does_not_fit_is_refused():
+    x, w = numbers(2, 64), numbers(8, 64)
+    for args, said in (
+        ((x[:, :32], w), "strided"),
+        ((x[:, :32].copy(), w), "x is float32"),
+        ((x.astype(np.float64), w), "x is float64"),
+        ((x, w, w[0]), "bias is float32"),
+        ((x, w, None, w[:4]), "up is float32"),
+        ((x[0], w), "rows of inputs"),
+        ((numbers(2, 24), numbers(8, 24)), "a multiple of 16"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            linear.multiply(*args)
+    for args, said in (((x, w[0, :32], 0), "weight is float32"), ((x[0], w[0], 0), "it must have rows")):
+        with pytest.raises(InvalidArgument, match=said):
+            linear.normalise(*args)
