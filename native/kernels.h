@@ -244,6 +244,15 @@ struct kvk_norm {
   float epsilon;
 };
 
+/* Queries and keys of tokens, turned to their positions in place, on the CPU: of each head x, x * cos + half(x) * sin, where
+ * half(x) is x's second half, negated, and then its first. fp32; each product and sum is rounded. */
+struct kvk_turns {
+  uint32_t size, abi;
+  uint32_t rows, query_heads, kv_heads, head_dim, path, threads; /* head_dim a multiple of 32 */
+  float *q, *k;                                                  /* [rows][heads][head_dim] */
+  const float *cos, *sin;                                        /* [rows][head_dim] */
+};
+
 KVK_EXPORT uint32_t kvk_abi(void);
 KVK_EXPORT const char* kvk_last_error(void);
 
@@ -264,6 +273,7 @@ KVK_EXPORT int kvk_awq_multiply(const struct kvk_awq* args);
 KVK_EXPORT int kvk_awq_dequantise(const struct kvk_awq* args);
 KVK_EXPORT int kvk_linear_multiply(const struct kvk_linear* args);
 KVK_EXPORT int kvk_norm_rows(const struct kvk_norm* args);
+KVK_EXPORT int kvk_turn_rows(const struct kvk_turns* args);
 
 /* The transfer path. Streams and events are CUDA's own, as pointers. Registering makes host memory known to the device, at the
  * same address, until it is unregistered; KVK_UNSUPPORTED: not this memory on this device, which a pinned buffer between is

@@ -159,6 +159,13 @@ Norm = _struct(
         ("epsilon", c_float),
     ],
 )
+Turns = _struct(
+    "Turns",
+    [
+        *_fields(c_uint32, "size abi rows query_heads kv_heads head_dim path threads"),
+        *_fields(c_void_p, "q k cos sin"),
+    ],
+)
 
 
 _SHARED_FUNCTIONS = {
@@ -169,7 +176,11 @@ _SHARED_FUNCTIONS = {
     "kvk_awq_multiply": Awq,
     "kvk_awq_dequantise": Awq,
 }
-CPU_FUNCTIONS = _SHARED_FUNCTIONS | {"kvk_linear_multiply": Linear, "kvk_norm_rows": Norm}
+CPU_FUNCTIONS = _SHARED_FUNCTIONS | {
+    "kvk_linear_multiply": Linear,
+    "kvk_norm_rows": Norm,
+    "kvk_turn_rows": Turns,
+}
 CUDA_FUNCTIONS = _SHARED_FUNCTIONS | {
     "kvk_load": Loading,
     "kvk_score": Scoring,

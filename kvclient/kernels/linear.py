@@ -63,6 +63,27 @@ def normalise(
     return out
 
 
+def turn(
+    q: np.ndarray, k: np.ndarray, cos: np.ndarray, sin: np.ndarray, threads: int = 1, path: str = "auto"
+) -> None:
+    """In place, the heads x of q [rows, heads, head_dim] and of k, alike: x * cos + half(x) * sin, where
+    half(x) is x's second half, negated, and then its first; cos and sin [rows, head_dim], all float32. Raises
+    InvalidArgument for anything else, and Unsupported where head_dim is no multiple of 32.
+    """
+    if q.ndim != 3 or k.ndim != 3:
+        raise InvalidArgument(f"q is {list(q.shape)}, k {list(k.shape)}; both must have rows of heads")
+    rows, heads, head_dim = q.shape
+    _check("q", q, (rows, heads, head_dim))
+    _check("k", k, (rows, k.shape[1], head_dim))
+    _check("cos", cos, (rows, head_dim))
+    _check("sin", sin, (rows, head_dim))
+    args = contract.Turns(
+        sizeof(contract.Turns), contract.ABI, rows, heads, k.shape[1], head_dim, contract.path_number(path),
+        threads, q.ctypes.data, k.ctypes.data, cos.ctypes.data, sin.ctypes.data,
+    )  # fmt: skip
+    contract.check(contract.cpu().kvk_turn_rows(byref(args)))
+
+
 def _at(array: np.ndarray | None) -> int | None:
     return None if array is None else array.ctypes.data
 

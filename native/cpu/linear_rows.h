@@ -210,6 +210,26 @@ void multiply_linear(const kvk_linear& a, uint32_t start, uint32_t stop) {
   }
 }
 
+// The heads of a token: each x * cos + half(x) * sin, as torch rounds it.
+inline void turn_heads(float* x, uint32_t heads, uint32_t head_dim, const float* cos, const float* sin) {
+  using V = Vector;
+  const uint32_t half = head_dim / 2;
+  for (uint32_t head = 0; head < heads; ++head, x += head_dim)
+    for (uint32_t i = 0; i < half; i += V::kLanes) {
+      const typename V::T first = V::load(x + i), second = V::load(x + half + i);
+      V::store(x + i, V::sub(V::mul(first, V::load(cos + i)), V::mul(second, V::load(sin + i))));
+      V::store(x + half + i, V::add(V::mul(second, V::load(cos + half + i)), V::mul(first, V::load(sin + half + i))));
+    }
+}
+
+void turn_rows(const kvk_turns& a, uint32_t row_start, uint32_t row_stop) {
+  for (uint64_t row = row_start; row < row_stop; ++row) {
+    const float *cos = a.cos + row * a.head_dim, *sin = a.sin + row * a.head_dim;
+    turn_heads(a.q + row * a.query_heads * a.head_dim, a.query_heads, a.head_dim, cos, sin);
+    turn_heads(a.k + row * a.kv_heads * a.head_dim, a.kv_heads, a.head_dim, cos, sin);
+  }
+}
+
 // A row over the root of the mean of its squares, times the weights.
 void normalise_rows(const kvk_norm& a, uint32_t row_start, uint32_t row_stop) {
   using V = Vector;

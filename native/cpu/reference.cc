@@ -141,9 +141,25 @@ void normalise_naively(const kvk_norm& a, uint32_t start, uint32_t stop) {
   }
 }
 
+void turn_naively(const kvk_turns& a, uint32_t start, uint32_t stop) {
+  const uint32_t half = a.head_dim / 2;
+  for (uint64_t row = start; row < stop; ++row)
+    for (uint64_t head = 0; head < uint64_t{a.query_heads} + a.kv_heads; ++head) {
+      const bool query = head < a.query_heads;
+      float* x =
+          query ? a.q + (row * a.query_heads + head) * a.head_dim : a.k + (row * a.kv_heads + head - a.query_heads) * a.head_dim;
+      const float *cos = a.cos + row * a.head_dim, *sin = a.sin + row * a.head_dim;
+      for (uint32_t i = 0; i < half; ++i) {
+        const float first = x[i], second = x[i + half];
+        x[i] = first * cos[i] + -second * sin[i];
+        x[i + half] = second * cos[i + half] + first * sin[i + half];
+      }
+    }
+}
+
 }  // namespace
 
-const Path kReferencePath{"reference",      quantise_rows,  dequantise_rows, rotate_rows,      attend_naively,
-                          multiply_naively, unpack_naively, linear_naively,  normalise_naively};
+const Path kReferencePath{"reference",      quantise_rows,  dequantise_rows, rotate_rows,       attend_naively,
+                          multiply_naively, unpack_naively, linear_naively,  normalise_naively, turn_naively};
 
 }  // namespace kvk

@@ -34,6 +34,7 @@ STRUCTS = {
     "kvk_awq": contract.Awq,
     "kvk_linear": contract.Linear,
     "kvk_norm": contract.Norm,
+    "kvk_turns": contract.Turns,
 }
 
 

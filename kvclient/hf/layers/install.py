@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvclient.hf.attention.backends import ENVIRONMENT
-from kvclient.hf.layers import forwards
+from kvclient.hf.layers import attention, forwards
 from kvclient.kernels import contract
 
 EPSILONS = ("variance_epsilon", "eps")
@@ -33,22 +33,26 @@ def install(model: torch.nn.Module) -> int:
     for module, made, kind in list(_candidates(model)):
         if "forward" in module.__dict__ or _hooked(module):
             continue
-        if kind is not None and not known.setdefault(kind, _same(module, made)):
+        if kind is not None and kind not in known:
+            known[kind] = _same(module, made)
+        if not known.get(kind, True):
             continue
         module.__dict__["forward"] = made
         found += 1
     return found
 
 
-def _candidates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, forwards.Forward, Any]]:
+def _candidates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[..., Any], Any]]:
     """Modules with what could stand in their forward's place, and what is to be tried once: None, nothing."""
     for module in model.modules():
-        if type(module) is torch.nn.Linear and _fits(module):
+        if _is_layer(module):
             yield module, forwards.of_linear(module), None
         elif _is_norm(module):
             yield module, forwards.of_norm(module, _epsilon(module)), type(module)
         elif _is_gated(module):
             yield module, forwards.of_gated(module), (type(module), type(module.act_fn))
+        elif attention.is_known(module) and all(_is_layer(getattr(module, name)) for name in attention.PARTS):
+            yield module, attention.of_attention(module), type(module)
 
 
 def _is_norm(module: torch.nn.Module) -> bool:
@@ -60,7 +64,11 @@ def _is_norm(module: torch.nn.Module) -> bool:
 def _is_gated(module: Any) -> bool:
     if module._modules.keys() != GATED | {"act_fn"} or not type(module.act_fn).__name__.startswith("SiLU"):
         return False
-    return all(type(part) is torch.nn.Linear and _fits(part) for part in map(module.get_submodule, GATED))
+    return all(_is_layer(part) for part in map(module.get_submodule, GATED))
+
+
+def _is_layer(module: Any) -> bool:
+    return type(module) is torch.nn.Linear and _fits(module)
 
 
 def _fits(module: torch.nn.Linear) -> bool:
@@ -90,19 +98,26 @@ def _epsilon(module: torch.nn.Module) -> Any:
     return None
 
 
-def _same(module: torch.nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def _same(module: torch.nn.Module, made: Callable[..., Any]) -> bool:
     """Whether it computes what its class does, of a few rows."""
     width = next(module.parameters()).shape[-1]
     numbers = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for rows in TRIED_ROWS:
-            x = torch.randn((1, rows, width), generator=numbers)
+            args = [torch.randn((1, rows, width), generator=numbers)]
+            if hasattr(module, "head_dim"):  # of attention: the angles' cosines and sines too
+                args.append(torch.randn((2, 1, rows, module.head_dim), generator=numbers).unbind())
             try:
-                wanted = type(module).forward(module, x)
+                wanted = _tensor(type(module).forward(module, *args))
             except Exception:  # it wants more than rows: none of these
                 return False
             if not isinstance(wanted, torch.Tensor) or wanted.dtype is not torch.float32:
                 return False
-            if not torch.allclose(made(x), wanted, rtol=0, atol=CLOSE * float(wanted.abs().max())):
+            found = _tensor(made(*args))
+            if not torch.allclose(found, wanted, rtol=0, atol=CLOSE * float(wanted.abs().max())):
                 return False
     return True
+
+
+def _tensor(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out

@@ -38,9 +38,26 @@ def test_the_model_is_the_same_to_rounding(kind):
 
 
 def test_which_modules_are_computed():
-    assert changed_of("llama") == {"Linear", "LlamaRMSNorm", "LlamaMLP"}
+    assert changed_of("llama") == {"Linear", "LlamaRMSNorm", "LlamaMLP"}  # heads of 16
     assert "Gemma2RMSNorm" not in changed_of("gemma2")  # 1 + weight: its own formula
     assert "Gemma2MLP" not in changed_of("gemma2")  # gelu
+
+
+def test_llamas_attention_is_computed_and_no_other():
+    """Another class may give its attention more than these calls show, as a window: it stays."""
+    for kind, computed in (("llama", True), ("qwen2", False), ("mistral", False), ("gemma", None)):
+        model = build(
+            kind, layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32
+        )
+        ids = prompt(70)
+        wanted = logits(model, ids)
+        layers.install(model)
+        assert computed in (None, any(name.endswith("Attention") for name in changed(model))), kind
+        found = logits(model, ids)
+        assert torch.allclose(found, wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
+        with kvclient.InMemoryClient(16 << 20) as client, kvclient.hf.attach(model, client, block_tokens=16):
+            said = model.generate(ids, max_new_tokens=8, do_sample=False)
+            assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), said)
 
 
 def changed_of(kind):

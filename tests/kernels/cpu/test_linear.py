@@ -87,6 +87,20 @@ def test_rows_over_the_root_of_their_mean_square(path, width):
 
 
 @pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("head_dim", [32, 64, 160])
+def test_heads_turned_to_their_positions(path, head_dim):
+    """To the bit: each product and sum is rounded, as torch and NumPy do."""
+    q, k = numbers(70, 3, head_dim), numbers(70, 1, head_dim, seed=1)
+    cos, sin = numbers(70, head_dim, seed=2), numbers(70, head_dim, seed=3)
+    half = head_dim // 2
+    wanted = [
+        x * cos[:, None] + np.concatenate([-x[..., half:], x[..., :half]], -1) * sin[:, None] for x in (q, k)
+    ]
+    linear.turn(q, k, cos, sin, threads=3, path=path)
+    assert np.array_equal(q, wanted[0]) and np.array_equal(k, wanted[1])
+
+
+@pytest.mark.parametrize("path", HERE)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_no_number_stays_in_its_row(path, wrong):
     x, w = numbers(9, 64), numbers(20, 64, seed=1)
@@ -113,3 +127,13 @@ def test_what_does_not_fit_is_refused():
     for args, said in (((x, w[0, :32], 0), "weight is float32"), ((x[0], w[0], 0), "it must have rows")):
         with pytest.raises(InvalidArgument, match=said):
             linear.normalise(*args)
+    q, k, angles = numbers(2, 3, 64), numbers(2, 1, 64), numbers(2, 64)
+    for args, said in (
+        ((q[0], k, angles, angles), "rows of heads"),
+        ((q, k[:1], angles, angles), "k is float32"),
+        ((q, k, angles[:1], angles), "cos is float32"),
+        ((q, k, angles, angles.astype(np.float64)), "sin is float64"),
+        ((numbers(2, 3, 48), numbers(2, 1, 48), numbers(2, 48), numbers(2, 48)), "a multiple of 32"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            linear.turn(*args)
