@@ -130,7 +130,6 @@ def served(chosen: argparse.Namespace) -> Any:
     import transformers
 
     import kvclient
-    from kvclient.hf import layers
     from kvclient.hf.decoding.stopping import end_tokens
     from kvclient.serve.engine.loop import Loop
     from kvclient.serve.http.asking import Asking
@@ -152,7 +151,6 @@ def served(chosen: argparse.Namespace) -> Any:
         settings_of_store["codec"] = chosen.kv_codec
     dtype = chosen.dtype if chosen.dtype == "auto" else getattr(torch, chosen.dtype)
     with client, _loaded(chosen.model, client, dtype, settings_of_store) as engine:
-        layers.install(engine.model)
         config = engine.model.config.get_text_config(decoder=True)
         longest = int(getattr(config, "max_position_embeddings", 0) or 4096)
         limits = Limits(

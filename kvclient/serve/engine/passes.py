@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf import layers
 from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.cache.ragged import step
 from kvclient.hf.model.own_caches import keeps_states
@@ -25,13 +26,16 @@ RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost
 
 
 class Passes:
-    """Of one model. `token_s`: seconds of computing one token of a prompt, lately; 0: not known yet."""
+    """Of one model, whose layers kvclient.hf.layers computes from now on. `token_s`: seconds of computing one
+    token of a prompt, lately; 0: not known yet.
+    """
 
     def __init__(self, model: torch.nn.Module, kv: Attachment) -> None:
         """Raises InvalidArgument for a model that cannot have several requests under way."""
         if keeps_states(model):
             what = f"{type(model).__name__} keeps its recurrent states in its modules, of one request"
             raise InvalidArgument(f"{what}: several requests under way would overwrite each other's")
+        layers.install(model)
         self._model, self._kv, self.token_s = model, kv, 0.0
 
     @property

@@ -69,6 +69,12 @@ def alone(model, kv, prompts):
         return [generate(model, ids, NEW)[0][0, ids.shape[1] :].tolist()[:NEW] for ids in prompts]
 
 
+def test_a_loops_layers_are_computed_by_native_cpu(served):
+    model, _, _ = served
+    kinds = {type(module).__name__ for module in model.modules() if "forward" in module.__dict__}
+    assert kinds >= {"Linear"}
+
+
 def test_rows_of_unequal_lengths_say_what_they_say_alone(served):
     model, kv, loop = served
     shared = prompt(200)
