@@ -14,7 +14,9 @@ import importlib
 import json
 import os
 import subprocess
+import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ class Row:
     measure: str
 
 
-ATTENTION, MOVING = "bench.gpu.attention", "bench.gpu.moving"
+ATTENTION, MOVING, TTFT = "bench.gpu.attention", "bench.gpu.moving", "bench.gpu.ttft"
 ROWS = [
     Row("prefill_mma", "prefill hd128 bf16 ≥ 8k, mma.sync", "≥ 350 TFLOP/s", f"{ATTENTION}:prefill"),
     Row(
@@ -60,6 +62,7 @@ ROWS = [
     ),
     Row("awq_many", "AWQ, ≥ 256 rows", "≥ 0.9 × fp16 cuBLAS", f"{MOVING}:awq_many_rows"),
     Row("quantise", "quantise, deviation score", "", f"{MOVING}:quantise"),
+    Row("ttft", "first token of an 8B model in bf16, prefix in a daemon's memory", "", f"{TTFT}:ttft"),
 ]  # fmt: skip
 
 
@@ -80,13 +83,14 @@ def main() -> None:
         parser.error(f"no such row: {', '.join(sorted(unknown))}")
     target = options.json or Path(os.environ.get("OUT", ROOT / "bench/out")) / "gpu.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    result = measured([row for row in ROWS if not options.rows or row.key in options.rows])
-    target.write_text(json.dumps(result, indent=1))
+    rows = [row for row in ROWS if not options.rows or row.key in options.rows]
+    result = measured(rows, lambda found: target.write_text(json.dumps(found, indent=1)))
     print(table(result))
     print(f"wrote {target}")
 
 
-def measured(rows: list[Row]) -> dict[str, Any]:
+def measured(rows: list[Row], write: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """write: told behind each row of what there is so far, as a machine may be lent for minutes only."""
     import torch
 
     from bench.gpu.clock import ceilings
@@ -110,7 +114,8 @@ def measured(rows: list[Row]) -> dict[str, Any]:
         print(f"{row.key}: {time.monotonic() - started:.0f} s", flush=True)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    result["seconds"] = round(time.monotonic() - began, 1)
+        result["seconds"] = round(time.monotonic() - began, 1)
+        write(result)
     return result
 
 
@@ -170,6 +175,28 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def sections(result: dict[str, Any]) -> str:
+    """The rows as a document has them, in lines that can be read."""
+    out = []
+    for row in ROWS:
+        numbers = result["rows"].get(row.key, {"not measured": "not part of this run"})
+        out.append(f"### {row.what[0].upper()}{row.what[1:]}\n\nReach: {row.reach or 'none was set'}.\n")
+        if "not measured" in numbers:
+            out.append(f"*Not measured*: {numbers['not measured']}\n")
+            continue
+        for case, figures in numbers.items():
+            named = figures if all(isinstance(x, dict) for x in figures.values()) else {"": figures}
+            out.append(f"**{case}**\n")
+            lines = (f"{name}: {words(of)}" if name else words(of) for name, of in named.items())
+            out += [_wrapped(f"- {line}") for line in lines]
+            out.append("")
+    return "\n".join(out).rstrip()
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, 106, subsequent_indent="  ", break_on_hyphens=False)
+
+
 HEAD = """# What was run on a GPU
 
 Written by `python -m bench.gpu --document` from gpu.json beside it, which is what `python -m bench.gpu` put
@@ -208,7 +235,7 @@ def _built() -> str:
 def _run(result: dict[str, Any] | None) -> str:
     if result is None:
         nothing = {"rows": {row.key: {"not measured": "no GPU so far"} for row in ROWS}}
-        return f"{NOTHING}\n\n{table(nothing)}"
+        return f"{NOTHING}\n\n{sections(nothing)}"
     about, limits = result["machine"], result["ceilings"]
     machine = f"{about['device']} ({about['memory_gib']} GiB), torch {about['torch']}, CUDA {about['cuda']}"
     rates = [
@@ -217,9 +244,9 @@ def _run(result: dict[str, Any] | None) -> str:
         f"bf16 8192³ {limits['gemm_flop_s'] / 1e12:,.0f} TFLOP/s",
         f"pinned to device {limits['pinned_bytes_s'] / 1e9:,.1f} GB/s",
     ]
-    run = f"Last run: {about['when']}, {machine}, commit {about['commit']}, {result['seconds']} s."
+    run = f"Last run: {about['when']}, commit {about['commit'][:9]}, {result['seconds']} s.\nOn: {machine}."
     ceilings = "\n".join(f"- {rate}" for rate in rates)
-    return f"{run}\nCeilings in the same run:\n\n{ceilings}\n\n{table(result)}"
+    return f"{run}\nCeilings in the same run:\n\n{ceilings}\n\n{sections(result)}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import torch
 from bench.gpu import clock as gpu_clock
 from kvclient.hf import awq
 from kvclient.kernels import contract, cuda
-from kvclient.kernels.transfer import HostMemory, Transfer
+from kvclient.kernels.host_memory import HostMemory
+from kvclient.kernels.transfer import Copies, Transfer, extent
 
 LAYERS, TOKENS, BLOCK, KV_HEADS, HEAD_DIM = 12, 32_768, 128, 8, 128
 BLOCKS = TOKENS // BLOCK
@@ -55,10 +56,11 @@ class Pool:
         step = BLOCK * HEAD_DIM * 2
         self.places = torch.arange(0, BLOCKS * step, step, device=gpu_clock.DEVICE)
 
-    def copies(self, layer: int) -> list[tuple[int, np.ndarray]]:
-        blocks = self.memory.reshape(BLOCKS, LAYERS, self.layer_bytes)[:, layer]
-        start = self.staged[layer].data_ptr()
-        return [(start + i * self.layer_bytes, blocks[i]) for i in range(BLOCKS)]
+    def copies(self, layer: int) -> Copies:
+        steps = np.arange(BLOCKS, dtype=np.int64) * self.layer_bytes
+        start = extent(self.memory)[0] + layer * self.layer_bytes
+        sizes = np.full(BLOCKS, self.layer_bytes, np.int64)
+        return Copies(self.staged[layer].data_ptr() + steps, start + steps * LAYERS, sizes)
 
     def bring(self, layer: int) -> None:
         """Dequantised, turned and scattered: one launch."""

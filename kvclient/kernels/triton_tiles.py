@@ -212,7 +212,8 @@ def _finish(
     size: tl.constexpr = 4 if QUERY == 0 else 2
     down = tl.full(most.shape, 1.0, tl.float32)
     if sinks != 0:
-        sink = tl.load((sinks + 4 * head).to(tl.pointer_type(tl.float32)), mask=real, other=0.0) * LOG2E
+        from_here = (sinks.to(tl.int64) + 4 * head).to(tl.pointer_type(tl.float32))
+        sink = tl.load(from_here, mask=real, other=0.0) * LOG2E
         now = tl.maximum(most, sink)
         against = tl.where(now == float("-inf"), 0.0, now)  # a sink of -inf is none
         down = tl.exp2(most - against)
@@ -224,7 +225,8 @@ def _finish(
     _put(out, place[:, None] + size * dims[None], sums * share[:, None], inside, QUERY)
     if lse != 0:
         log = tl.where(total == 0, float("-inf"), (most + tl.log2(tl.where(total == 0, 1.0, total))) * LN2)
-        at = (lse + 4 * ((batch * heads + head) * tokens + token)).to(tl.pointer_type(tl.float32))
+        at = lse.to(tl.int64) + 4 * ((batch * heads + head) * tokens + token)
+        at = at.to(tl.pointer_type(tl.float32))
         tl.store(at, log, mask=real)
 
 

@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     listening.add_flags(out)
     add("--served-model-name", help="the name clients ask for (default: the model's last path part)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--device", default="auto", help="auto: the accelerator torch has, or else the CPU; or as cuda:1")
     add("--dir", help="the daemon's directory (default: this host's)")
     add("--namespace", default="default", help="of the daemon (default: %(default)s)")
     add("--store", type=size, help="without a daemon: memory for KV in this process, as 2GiB")
@@ -150,7 +151,7 @@ def served(chosen: argparse.Namespace) -> Any:
     if chosen.kv_codec != "none":
         settings_of_store["codec"] = chosen.kv_codec
     dtype = chosen.dtype if chosen.dtype == "auto" else getattr(torch, chosen.dtype)
-    with client, _loaded(chosen.model, client, dtype, settings_of_store) as engine:
+    with client, _loaded(chosen.model, client, dtype, chosen.device, settings_of_store) as engine:
         config = engine.model.config.get_text_config(decoder=True)
         longest = int(getattr(config, "max_position_embeddings", 0) or 4096)
         limits = Limits(
@@ -197,12 +198,13 @@ def drafting(chosen: argparse.Namespace, model: Any) -> Any:
     return Drafting(drafter, chosen.draft_tokens, vocabulary)
 
 
-def _loaded(model: str, client: Any, dtype: Any, keywords: dict[str, Any]) -> Any:
+def _loaded(model: str, client: Any, dtype: Any, device: str, keywords: dict[str, Any]) -> Any:
     """The Engine of a directory, a hub id, a .gguf file or an AWQ checkpoint, whose words stay packed."""
     import huggingface_hub
     import transformers
 
     from kvclient.hf import Engine, awq
+    from kvclient.hf.engine.loading import chosen_device
 
     config = Path(model) / "config.json"
     if not Path(model).exists():  # a hub id: in the hub's cache, or fetched
@@ -213,8 +215,8 @@ def _loaded(model: str, client: Any, dtype: Any, keywords: dict[str, Any]) -> An
             tokenizer = transformers.AutoTokenizer.from_pretrained(model)
             directory = model if Path(model).is_dir() else huggingface_hub.snapshot_download(model)
             packed = awq.from_pretrained(directory, None if dtype == "auto" else dtype)
-            return Engine(packed, tokenizer, client, **keywords)
-    return Engine.from_pretrained(model, client, dtype=dtype, **keywords)
+            return Engine(packed.to(chosen_device(device)), tokenizer, client, **keywords)
+    return Engine.from_pretrained(model, client, dtype=dtype, device=device, **keywords)
 
 
 def first_token(asking: Any, text: str) -> float:

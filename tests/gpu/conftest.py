@@ -6,6 +6,8 @@ so that what first meets a GPU has run before. Invariant: a test asks for its de
 """
 
 import ctypes
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,11 @@ def usable() -> torch.device:
         pytest.skip("torch sees no CUDA device")
     if reason := contract.cuda_lacks():
         pytest.skip(reason)
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # no call works any more; under xdist another process goes on
+        print(f"the device is lost to this process: {error}", file=sys.__stderr__)
+        os._exit(70)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -62,15 +69,19 @@ def place(device, monkeypatch):
     if device.type == "cpu":
         from kvclient.hf.cache import staging
         from kvclient.hf.cache.device import DeviceLayer
+        from kvclient.hf.connector import outgoing
         from kvclient.kernels import cuda
-        from kvclient.kernels.transfer import HostMemory
+        from kvclient.kernels.host_memory import HostMemory
 
         library = contract.cuda()
         monkeypatch.setattr(contract, "cpu", REAL_CPU)  # the model's other attention and the codec
         monkeypatch.setattr(cuda, "library_for", lambda device: library)
         monkeypatch.setattr(DeviceLayer, "device_type", "cpu")
+        monkeypatch.setattr(outgoing, "DEVICES", ("cpu",))
+        monkeypatch.setattr(contract, "cuda_lacks", lambda device=0: None)
         memory = HostMemory(library)
         monkeypatch.setattr(staging, "host_memory", lambda: memory)
+        monkeypatch.setattr(outgoing, "host_memory", lambda: memory)
     return device
 
 

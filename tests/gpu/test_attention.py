@@ -12,7 +12,7 @@ from tests.gpu import attending
 from tests.kernels.cuda import emulated
 from tests.kernels.cuda import test_cuda_attention as cases
 
-path = cases.path  # a fixture
+path, any_path = cases.path, cases.any_path  # fixtures
 HOST_ONLY = {
     "test_what_the_fast_kernels_have_not_goes_to_the_naive_one",
     "test_one_block_under_two_turns",

@@ -14,7 +14,14 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import attention as gpu_attention
 from bench.gpu import clock as gpu_clock
 from bench.gpu import moving as gpu_moving
+from bench.gpu import ttft as gpu_ttft
+from kvclient.kernels import contract
+from tests.gpu.conftest import REAL_CPU
 
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
+}  # fmt: skip
 CEILINGS = {"read_bytes_s": 3e12, "copy_bytes_s": 2.5e12, "gemm_flop_s": 7e14, "pinned_bytes_s": 5e10}
 
 
@@ -42,15 +49,22 @@ def small(device, monkeypatch):
     monkeypatch.setattr(gpu_attention, "CONTEXT", 256)
     monkeypatch.setattr(gpu_attention, "PREFILL", 1)  # the naive kernel knows every problem
     monkeypatch.setattr(gpu_attention, "DECODE", 1)
+    monkeypatch.setattr(gpu_ttft, "TOKENS", (256,))
+    monkeypatch.setattr(gpu_ttft, "MEMORY", "64MiB")
+    monkeypatch.setattr(gpu_ttft, "SHAPE", TINY)
 
 
 @pytest.mark.parametrize("row", gpu.ROWS, ids=lambda row: row.key)
-def test_a_row_runs_through(small, row):
+def test_a_row_runs_through(small, row, monkeypatch):
+    if row.key == "ttft":  # of a model whose attention a CPU computes
+        monkeypatch.setattr(contract, "cpu", REAL_CPU)
     if row.key == "prefill_wgmma":
         pytest.skip("wgmma is not written: the row says so, and docs/gpu.md")
-    if row.key == "awq_many":
+    if row.key in ("awq_many", "ttft"):
         pytest.importorskip("transformers", reason="transformers is not installed")
-    module = {"bench.gpu.attention": gpu_attention, "bench.gpu.moving": gpu_moving}
+    module = {
+        "bench.gpu.attention": gpu_attention, "bench.gpu.moving": gpu_moving, "bench.gpu.ttft": gpu_ttft,
+    }  # fmt: skip
     name, _, function = row.measure.partition(":")
     numbers = getattr(module[name], function)(CEILINGS)
     assert numbers and json.loads(json.dumps(numbers)) == numbers
@@ -77,8 +91,8 @@ def test_what_is_loaded_is_what_the_pool_holds(small):
 
 def test_every_row_is_named_without_a_gpu():
     text = gpu.document(None)
-    assert all(row.what in text for row in gpu.ROWS)
-    assert text.count("*not measured*: no GPU so far") == len(gpu.ROWS)
+    assert all(row.what[1:] in text for row in gpu.ROWS)
+    assert text.count("*Not measured*: no GPU so far") == len(gpu.ROWS)
 
 
 def test_the_document_says_what_its_record_says():
@@ -100,7 +114,7 @@ def test_a_record_becomes_a_document():
         "load": {"not measured": "X: y"},
     }
     text = gpu.document({"machine": about, "ceilings": CEILINGS, "rows": rows, "seconds": 99.5})
-    assert "then, a device (80 GiB), torch 2, CUDA 13, commit abc, 99.5 s" in text
+    assert "then, commit abc, 99.5 s.\nOn: a device (80 GiB), torch 2, CUDA 13." in text
     assert "reading 3,000 GB/s" in text and "pinned to device 50.0 GB/s" in text
-    assert "**8x32768**: ours int8: 200 µs, 90 % of read" in text
-    assert "*not measured*: X: y" in text and "not part of this run" in text
+    assert "**8x32768**\n\n- ours int8: 200 µs, 90 % of read" in text
+    assert "*Not measured*: X: y" in text and "not part of this run" in text

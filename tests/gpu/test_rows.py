@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvclient.kernels import contract, cuda
-from kvclient.kernels.transfer import HostMemory
+from kvclient.kernels.host_memory import HostMemory
+from kvclient.kernels.transfer import extent
 from tests.gpu import oracle
 from tests.gpu.oracle import DTYPES, Block, noise
 
@@ -192,13 +193,14 @@ def test_pages_between_shared_memory_and_the_device(device, path, row_bytes):
     pool[:] = np.random.default_rng(2).integers(0, 256, pool.size, np.uint8)
     host = HostMemory(contract.cuda())
     host.look()
-    taken = host.take(pool)
+    taken = host.take(*(np.array([part], np.int64) for part in extent(pool)))
     if taken is None:
         pytest.skip(f"this device does not read shared memory: {host.why_not}")
     order = [3, 0, 7, 12, 9]
     blocks = [torch.from_numpy(pool[i * size : (i + 1) * size]) for i in order]
     held = torch.zeros(pages, tokens, heads, row_bytes, dtype=torch.uint8, device=device)
-    inside, outside = cuda.addresses(list(held), device), cuda.addresses(blocks, device)
+    inside = cuda.addresses(list(held), device)
+    outside = torch.tensor([int(taken.addresses[0]) + i * size for i in order], device=device)
     there = (tokens * row_bytes, row_bytes, row_bytes, heads * row_bytes)  # of the host, of the device
     cuda.copy_pages(inside, outside, heads, tokens, row_bytes, there, held, 4, path)
     for page, block in zip(held.cpu(), blocks, strict=True):

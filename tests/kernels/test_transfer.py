@@ -10,13 +10,15 @@ import ctypes
 import mmap
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.kernels import contract
-from kvclient.kernels.transfer import HostMemory, Ring, Transfer, extent
+from kvclient.kernels.host_memory import HostMemory
+from kvclient.kernels.transfer import Ring, Transfer, copies_of, extent
 
 PAGE = mmap.PAGESIZE
 
@@ -69,7 +71,8 @@ class LateLibrary:
         return b"refused"
 
     def kvk_copy(self, targets, sources, sizes, count, stream):
-        for target, source, size in zip(targets, sources, sizes, strict=True):
+        columns = ((ctypes.c_int64 * count).from_address(column) for column in (targets, sources, sizes))
+        for target, source, size in zip(*columns, strict=True):
             known = [*self.registered.items(), *((a, len(m)) for a, m in self.pinned.items())]
             assert any(a <= source and source + size <= a + n for a, n in known), "not pinned"
             self.streams[stream].append((target, source, size))
@@ -120,7 +123,12 @@ def layers_of(memory, layers, target, pieces=3):
     parts = list(zip([0, *cuts], [*cuts, len(memory)], strict=True))
     random.Random(5).shuffle(parts)
     start = extent(target)[0]
-    return lambda layer: [(start + a, memory[a:b]) for a, b in parts[layer::layers]]
+    return lambda layer: copies_of([(start + a, memory[a:b]) for a, b in parts[layer::layers]])
+
+
+def take(memory, *arrays):
+    found = [extent(array) for array in arrays]
+    return memory.take(*np.array(found, np.int64).T)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -155,7 +163,8 @@ def test_a_layer_is_ready_with_its_own_copies(shared):
     begin = extent(target)[0]
     for layer in range(4):
         arrived = [
-            np.array_equal(target[at - begin :][: len(source)], source) for at, source in copies(layer)
+            np.array_equal(target[to - begin :][:size], source[at - extent(source)[0] :][:size])
+            for to, at, size in zip(*copies(layer), strict=True)
         ]
         assert all(arrived) if layer < 2 else not any(arrived)
     moving.close()
@@ -189,13 +198,13 @@ def test_no_more_is_registered_than_was_allowed(shared):
     memory = HostMemory(library, window_bytes=8 * PAGE, most_bytes=16 * PAGE)
     memory.look()
     for window in [*range(8)] * 3:
-        taken = memory.take(shared[0][window * 8 * PAGE :][: 8 * PAGE])
-        assert len(taken) == 1 and memory.registered_bytes <= 16 * PAGE
+        taken = take(memory, shared[0][window * 8 * PAGE :][: 8 * PAGE])
+        assert len(taken.windows) == 1 and memory.registered_bytes <= 16 * PAGE
         memory.give_back(taken)
-    held = [memory.take(shared[0][: 32 * PAGE])]  # in use: the bound gives way, the copy does not
+    held = [take(memory, shared[0][: 32 * PAGE])]  # in use: the bound gives way, the copy does not
     assert memory.registered_bytes == 32 * PAGE
     memory.give_back(held[0])
-    memory.give_back(memory.take(shared[0][40 * PAGE : 41 * PAGE]))
+    memory.give_back(take(memory, shared[0][40 * PAGE : 41 * PAGE]))
     assert memory.registered_bytes <= 16 * PAGE
 
 
@@ -204,11 +213,44 @@ def test_what_was_unmapped_is_forgotten(shared):
     library = LateLibrary()
     memory = HostMemory(library)
     memory.look()
-    memory.give_back(memory.take(shared[0][:PAGE]))
+    memory.give_back(take(memory, shared[0][:PAGE]))
     assert memory.registered_bytes == 64 * PAGE
     del shared[:]  # the maps go with their arrays
     memory.look()
     assert memory.registered_bytes == 0 and not library.registered
+
+
+def test_the_device_keeps_its_pages_when_their_owner_unmaps_them(shared):
+    """A client that is closed takes its map away, and at that address there may be anything afterwards."""
+    library, source = LateLibrary(), shared.pop(0)
+    wanted, target = source.copy(), np.zeros(64 * PAGE, np.uint8)
+    memory = HostMemory(library)
+    memory.look()
+    place, size = extent(source)
+    taken = memory.take(np.array([place], np.int64), np.array([size], np.int64))
+    del source
+    assert f"\n{place:x}-" not in Path("/proc/self/maps").read_text()
+    ctypes.memmove(extent(target)[0], int(taken.addresses[0]), size)
+    assert np.array_equal(target, wanted)
+    assert all(at >= place + size or at + length <= place for at, length in library.registered.items())
+    memory.give_back(taken)
+    memory.look()
+    assert memory.registered_bytes == 0 and not library.registered
+
+
+def test_pieces_meet_where_windows_do(shared):
+    library = LateLibrary()
+    memory, source = HostMemory(library, window_bytes=4 * PAGE), shared[0]
+    memory.look()
+    parts = [source[7:100], source[3 * PAGE : 13 * PAGE + 5], source[:0], source[5 * PAGE : 6 * PAGE]]
+    taken = take(memory, *parts)
+    for number, part in enumerate(parts):
+        mine = taken.items == number
+        found = {}
+        for offset, address, size in zip(*(c[mine].tolist() for c in taken[1:4]), strict=True):
+            found |= {offset + i: byte for i, byte in enumerate(ctypes.string_at(address, size))}
+        assert bytes(found[i] for i in range(len(part))) == part.tobytes() and len(found) == len(part)
+    assert len(library.registered) == 4 and len(taken.items) == 1 + 4 + 1
 
 
 def test_what_a_layer_raises_is_raised_where_it_is_awaited(shared):

@@ -7,6 +7,7 @@ switched off; answers against the same model's from its directory.
 
 import queue
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_a_hub_id_is_found_in_the_hubs_cache_without_the_hub(server, home, hub, 
     transformers.AutoTokenizer.from_pretrained(home).save_pretrained(source)
     for name, directory in (("someone/tiny", home), ("someone/packed", source)):
         where = {"HF_HUB_CACHE": str(hub(name, directory)), "HF_HUB_OFFLINE": "1"}
-        by_name = server("--store", "64MiB", model=name, env=where)
+        by_name = server("--store", "64MiB", model=name, env=where, python=subprocess.Popen)
         by_path = server("--store", "64MiB", model=directory)
         assert by_name.chat(TEXT)["choices"] == by_path.chat(TEXT)["choices"]
         for running in (by_name, by_path):

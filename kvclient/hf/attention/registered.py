@@ -69,10 +69,20 @@ def trying(windows: bool = False) -> Iterator[None]:
         _trial.__dict__.update(before)
 
 
+def implementation(backend: str) -> str:
+    """A backend's name for transformers, which looks for a package where a name has `flash` in it."""
+    return PREFIX + backend.replace("flash", "fused")
+
+
+def backend_named(name: str) -> str:
+    """The backend behind what implementation() gave."""
+    return name.removeprefix(PREFIX).replace("fused", "flash")
+
+
 @functools.cache
 def register(backend: Backend) -> str:
     """Makes the backend known to transformers; returns the name that attn_implementation takes."""
-    name = PREFIX + backend.name
+    name = implementation(backend.name)
     AttentionInterface.register(name, functools.partial(attention, backend))
     AttentionMaskInterface.register(name, mask)
     return name

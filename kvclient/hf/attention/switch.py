@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, proof
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.registered import PREFIX, register
+from kvclient.hf.attention.registered import PREFIX, backend_named, register
 
 PLACE = "_kvclient_attention"  # where a model keeps what it had before install()
 BROUGHT = "_kvclient_attention_brought"  # …and that nobody asked for the kernels but an attachment
@@ -127,7 +127,7 @@ def copied(model: torch.nn.Module) -> bool:
 def installed(model: torch.nn.Module) -> str | None:
     """The backend that install() gave this model."""
     name = str(model.config._attn_implementation)
-    return name.removeprefix(PREFIX) if model.__dict__.get(PLACE) and name.startswith(PREFIX) else None
+    return backend_named(name) if model.__dict__.get(PLACE) and name.startswith(PREFIX) else None
 
 
 def _configured(model: torch.nn.Module) -> list[tuple[str, Any]]:

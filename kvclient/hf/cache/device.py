@@ -1,22 +1,28 @@
 """A cache layer on a GPU: its first tokens as the store has them, in device memory, the tail behind them.
 
-Owns the table that the kernel reads, and what its tail has. Never builds a dense tensor of the prefix, unless
-somebody asks for what only that can give; then one launch dequantises and scatters it. Invariant: that of
-InPlaceLayer; and the table's tails are as long as the tokens kept when the attention is queued.
+Owns the table that the kernel reads, and what its tail has. Never keeps a dense tensor of the prefix, unless
+somebody asks for what only that can give; then one launch dequantises and scatters it. For one call with many
+queries that is done too, and torch attends. Invariant: that of InPlaceLayer; and the table's tails are as
+long as the tokens kept when the attention is queued.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvclient.hf.attention import dense
+from kvclient.hf.attention import dense, sdpa
 from kvclient.hf.cache.in_place import InPlaceLayer
 from kvclient.hf.cache.staging import Staged, segments_of_rows
 from kvclient.kernels import cuda
 from kvclient.kernels.cuda_attention import Table, Workspace, attend
+
+# From so many new tokens on, torch's fused attention over a copy of the blocks takes less time than ours over
+# where they lie: it has twice the rate, and the copy costs a read (docs/gpu.md).
+MANY_TOKENS = 256
 
 
 class Positions:
@@ -82,6 +88,8 @@ class DeviceLayer(InPlaceLayer):
     ) -> torch.Tensor:  # fmt: skip
         """[B, T, heads, D] of the newest T tokens over all."""
         batch, heads, tokens, head_dim = query.shape
+        if tokens >= MANY_TOKENS and (keys_values := self._for_torch(query, sinks, softcap, window)):
+            return sdpa.attend("torch_cudnn", query, *keys_values, scale, True)
         query = dense.heads_together(query)
         out = query.new_empty((batch, tokens, heads, head_dim))
         if self._call is None:
@@ -93,6 +101,26 @@ class DeviceLayer(InPlaceLayer):
             window=window, sinks=None if sinks is None else sinks.float().contiguous(),
         )  # fmt: skip
         return out
+
+    def _for_torch(
+        self, query: torch.Tensor, sinks: torch.Tensor | None, softcap: float, window: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """All keys and values [B, KV heads, N, D], for this call only; None if torch's attention is none for
+        it, or ours is as fast.
+        """
+        storage, count = self._storage, self._length
+        if storage is None or not query.is_cuda or any(self._pads):
+            return None
+        if sdpa.unfit(None, window, count, softcap, sinks) is not None:
+            return None
+        tail = storage[:, :, :, : count - self.origin]
+        if not self._prefix:
+            return tail[0], tail[1]
+        rows, (_, _, heads, _, head_dim) = tail.shape[1], storage.shape
+        whole = storage.new_empty((2, rows, heads, count, head_dim))
+        self._bring(self._prefix, range(rows), whole)
+        whole[:, :, :, self.origin :] = tail
+        return whole[0], whole[1]
 
     def _tell(
         self, table: Table, starts: torch.Tensor, batch: int, tokens: int
@@ -120,8 +148,11 @@ class DeviceLayer(InPlaceLayer):
 
     def _copy_prefix(self, prefix: list[tuple[int, Any]], from_row: list[int], whole: torch.Tensor) -> None:
         self._held = None
-        if not prefix:
-            return
+        if prefix:
+            self._bring(prefix, from_row, whole)
+
+    def _bring(self, prefix: list[tuple[int, Any]], from_row: Sequence[int], whole: torch.Tensor) -> None:
+        """Dequantises the blocks of row from_row[i] into row i of [2, rows, heads, columns, head_dim]."""
         keys, values = whole[:, 0]
         row, token = (whole.stride(axis) * whole.element_size() for axis in (1, 3))
         parts = [

@@ -224,6 +224,9 @@ class PagedDeviceLayer(PagedLayer, DeviceLayer):
             self._call, self._version = None, self.table.version
         return DeviceLayer.attend(self, *args)
 
+    def _for_torch(self, *_: Any) -> None:
+        return None  # pages lie apart
+
     def _tables(self, heads: int) -> tuple[Table, torch.Tensor]:
         segments, begins = self._segments()
         kind = contract.Segment * segments.shape[1]

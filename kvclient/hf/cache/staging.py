@@ -7,7 +7,8 @@ handed out when the stream that asks waits for their bytes; blocks stay pinned u
 
 from __future__ import annotations
 
-from ctypes import c_char, c_void_p
+from collections.abc import Callable
+from ctypes import c_void_p
 from functools import cache
 from typing import Any, Protocol
 
@@ -16,7 +17,8 @@ import torch
 
 from kvclient import kernels
 from kvclient.kernels import contract
-from kvclient.kernels.transfer import HostMemory, Transfer
+from kvclient.kernels.host_memory import HostMemory
+from kvclient.kernels.transfer import Copies, Transfer
 
 ALIGN = 256
 POINTERS = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
@@ -27,6 +29,9 @@ class Blocks(Protocol):
 
     def arrays(self, layer: int) -> list[tuple[int, int, Any, int, int]]:
         """What there is of a layer, in order of columns, as PrefixSource.arrays() has it."""
+
+    def offsets(self, layer: int) -> np.ndarray | None:
+        """Where in its block each of these begins, int64 [blocks], as PrefixSource.offsets() has it."""
 
 
 @cache
@@ -78,20 +83,49 @@ class Staged:
         size = sum(-(-length // ALIGN) * ALIGN for _, length in _spans(first))
         whole = torch.empty((self._layers, max(size, 1)), dtype=torch.uint8, device=self._device)
         self._memory = list(whole.unbind(0))
+        copies = self._each(first, largest)
+        if not self._patient and largest == 0 and (offsets := self._blocks.offsets(0)) is not None:
+            copies = self._like_the_first(copies(0), offsets)
         self._moving = Transfer(host_memory(), self._layers)
-        self._moving.start(
-            lambda layer: self._copies(layer, first if layer == largest else self._blocks.arrays(layer)),
-            after=own_stream(self._device), patient=self._patient,
-        )  # fmt: skip
+        self._moving.start(copies, after=own_stream(self._device), patient=self._patient)
 
-    def _copies(self, layer: int, parts: list[Any]) -> list[tuple[int, np.ndarray]]:
+    def _each(self, first: list[Any], largest: int) -> Callable[[int], Copies]:
+        return lambda layer: self._copies(layer, first if layer == largest else self._blocks.arrays(layer))
+
+    def _like_the_first(self, first: Copies, begins: np.ndarray) -> Callable[[int], Copies]:
+        """What _each() gives, where all layers lie in their blocks as the first does: by sums over what it
+        has. A prompt of 32k tokens has thousands of blocks of layers.
+        """
+        parts, found = self._alive[0], self._segments[0]
+        lows = [_span(block)[0] for _, _, block, *_ in parts]
+        at = [lows.index(low) for low in dict.fromkeys(lows)]  # the first part of each block
+        rows = [row for row, _ in found]
+        structs = (contract.Segment * len(found))(*(struct for _, struct in found))
+        words = np.frombuffer(structs, np.int64).reshape(len(found), -1)
+        pointers = np.zeros(words.shape, bool)
+        columns = [getattr(contract.Segment, name).offset // words.itemsize for name in POINTERS]
+        pointers[:, columns] = words[:, columns] != 0
+
+        def copies(layer: int) -> Copies:
+            if layer == 0:
+                return first
+            offsets, memory, base = self._blocks.offsets(layer), self._memory[layer], self._memory[0]
+            assert offsets is not None and memory is not None and base is not None
+            further = memory.data_ptr() - base.data_ptr()
+            made = (contract.Segment * len(found)).from_buffer(words + further * pointers)
+            self._segments[layer] = list(zip(rows, made, strict=True))
+            return Copies(first.targets + further, first.sources + (offsets - begins)[at], first.sizes)
+
+        return copies
+
+    def _copies(self, layer: int, parts: list[Any]) -> Copies:
         memory = self._memory[layer]
         assert memory is not None
         self._alive.append(parts)
         places, at, copies = {}, memory.data_ptr(), []
         for low, length in _spans(parts):
             places[low] = at
-            copies.append((at, np.frombuffer((c_char * length).from_address(low), np.uint8)))
+            copies.append((at, low, length))
             at += -(-length // ALIGN) * ALIGN
         if at > memory.data_ptr() + memory.numel():
             raise RuntimeError(f"layer {layer} of these blocks is larger than all others")
@@ -102,7 +136,7 @@ class Staged:
                 if (address := getattr(struct, name)) is not None:
                     setattr(struct, name, c_void_p(address - low + places[low]))
             self._segments[layer].append((row, struct))
-        return copies
+        return Copies(*np.array(copies, np.int64).reshape(-1, 3).T)
 
 
 def _span(block: tuple[Any, Any]) -> tuple[int, int]:

@@ -152,6 +152,20 @@ class BlockFormat:
         tensor = torch.from_numpy(self.read(view, layer))
         return tensor.view(torch.bfloat16) if self.dtype == torch.bfloat16 else tensor
 
+    def on_device(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A layer's bytes of whole blocks, uint8 [blocks, bytes] on their device, of [arrays, heads, blocks,
+        tokens, head_dim]; and, with a codec, an int32 [1] that is not 0 where it cannot hold one of them.
+        """
+        blocks = columns.shape[2]
+        if self.codec is None:
+            return columns.permute(2, 0, 1, 3, 4).contiguous().view(blocks, -1).view(torch.uint8), None
+        sides = [side.transpose(0, 1).flatten(0, 1) for side in columns]  # of each block and head
+        made = [cuda.quantise(side, self.codec.bits, group)
+                for side, group in zip(sides, (self.codec.group, 0), strict=True)]  # fmt: skip
+        (k, *k_scales, k_unfit), (v, *v_scales, v_unfit) = made
+        parts = [part.view(torch.uint8).view(blocks, -1) for part in (k, v, *k_scales, *v_scales)]
+        return torch.cat(parts, 1), k_unfit + v_unfit
+
     def write(self, block: Any, layer: int, source: torch.Tensor) -> None:
         """K and V [2, heads, tokens, head_dim] of a whole block. Raises NotQuantisable."""
         assert self.codec is not None, "without a codec, tokens are written as they come"

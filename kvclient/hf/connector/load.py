@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvclient.blocks.chunker import Chunker
@@ -189,6 +190,7 @@ class PrefixSource:
         self._kept = {*whole, *(layer for group in of.groups for layer in group.stored.group.layers)}
         self._absent = set(self._kept)  # that were not asked for yet
         self._stall_s, self._clock = stall_s, clock
+        self._kinds: tuple[list[tuple[BlockFormat, int]], np.ndarray] | None = None  # of arrays()' blocks
 
     @property
     def followed_tokens(self) -> int:
@@ -273,18 +275,39 @@ class PrefixSource:
         """The blocks where they lie, in order of columns. Each array holds its block's pin, also after
         release().
         """
+        return self._spans(layer, BlockFormat.in_place)
+
+    def offsets(self, layer: int) -> np.ndarray | None:
+        """int64 [blocks]: where in its block that layer begins, of each that arrays() has. None where some
+        layers keep other tokens than others.
+        """
+        if self._kinds is None:
+            forms = [form for found in self.found for form in (found.form, found.part_form)]
+            if any(found.groups for found in self.found) or any(form.of is not None for form in forms):
+                return None
+            spans = self._spans(layer, lambda form, view, _: (form, view.tokens))
+            kinds = list(dict.fromkeys(span.block for span in spans))
+            self._kinds = kinds, np.array([kinds.index(span.block) for span in spans], np.int64)
+        self._loaded(layer)
+        kinds, index = self._kinds
+        begins = [form.layout(tokens).layer_offset(layer, tokens) for form, tokens in kinds]
+        return np.array(begins, np.int64)[index]
+
+    def _spans(self, layer: int, read: Callable[[BlockFormat, Any, int], Any]) -> list[BlockSpan]:
         all_blocks: list[BlockSpan] = []
         for found in self.found:
             self._await(found, layer)
             started = time.perf_counter()
-            parts = [BlockSpan(*part) for part in self._blocks(found, layer, BlockFormat.in_place)]
+            parts = [BlockSpan(*part) for part in self._blocks(found, layer, read)]
             sinks = found.sinks is not None and found.form.place(layer) is not None
-            all_blocks += self._with_sinks(found, layer, parts) if sinks else parts
+            all_blocks += self._with_sinks(found, layer, parts, read) if sinks else parts
             self._clock.load_s += time.perf_counter() - started
         self._loaded(layer)
         return all_blocks
 
-    def _with_sinks(self, found: PrefixMatch, layer: int, parts: list[BlockSpan]) -> list[BlockSpan]:
+    def _with_sinks(
+        self, found: PrefixMatch, layer: int, parts: list[BlockSpan], read: Callable[..., Any]
+    ) -> list[BlockSpan]:
         """The first tokens in full, in the place of the same ones of the first block."""
         view, form = found.sinks
         place = form.place(layer)
@@ -292,7 +315,7 @@ class PrefixSource:
         out = []
         for part in parts:
             if part.column == found.group.pad:
-                out.append(BlockSpan(part.row, part.column, form.in_place(view, place), count))
+                out.append(BlockSpan(part.row, part.column, read(form, view, place), count))
                 part = BlockSpan(part.row, part.column + count, part.block, part.tokens - count, count)
             if part.tokens:
                 out.append(part)

@@ -1,25 +1,29 @@
 """Writes what the model computes into blocks, layer by layer, while it computes.
 
 Owns the blocks granted to one request until they are sealed or aborted. Never computes anything: what is
-stored is the layer's own memory, copied once. Invariant: a block is sealed only when each of its layers has
-all its tokens; whatever else happens to the request, everything granted is sealed or aborted at its end.
+stored is the layer's own memory, copied once; from a GPU beside the model (outgoing.py). Invariant: a block
+is sealed only when each of its layers has all its tokens; whatever else happens to the request, everything
+granted is sealed or aborted at its end.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvclient.blocks.bfloat16 import bits
 from kvclient.errors import BlockLost
 from kvclient.hf.cache.layer import as_array
 from kvclient.hf.call import Clock
+from kvclient.hf.connector import outgoing
 from kvclient.hf.connector.block_format import BlockFormat
-from kvclient.kernels import NotQuantisable
+from kvclient.kernels import NotQuantisable, contract
+from kvclient.kernels.transfer import extent
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Publisher:
         self.published = 0
         self.no_space = self.unavailable = 0
         self.lost = 0
+        self._outgoing: outgoing.Outgoing | None = None
 
     @property
     def holds_marks(self) -> bool:
@@ -94,6 +99,9 @@ class Publisher:
         source = as_array(storage) if on_cpu else storage
         if start <= self.loaded:
             start = 0
+        if storage.device.type in outgoing.DEVICES:
+            for run in self._whole(layer, start, stop):
+                self._send(run, layer, storage, origin)
         for slot in self._slots:
             low, high = max(slot.start, start), min(slot.stop, stop)
             # Behind a gap it stays incomplete: what lies before was loaded by somebody, or by nobody.
@@ -108,10 +116,57 @@ class Publisher:
                 columns = source[:, slot.row, :, low - origin : high - origin]
                 target[:, :, low - slot.start : high - slot.start] = columns
             if high == slot.stop:
-                while slot.layers < len(slot.filled) and slot.filled[slot.layers] >= slot.stop:
-                    slot.block.mark_layer(slot.layers)
-                    slot.layers += 1
+                self._mark(slot)
         self._clock.publish_s += time.perf_counter() - began
+
+    @staticmethod
+    def _mark(slot: Slot) -> None:
+        while slot.layers < len(slot.filled) and slot.filled[slot.layers] >= slot.stop:
+            slot.block.mark_layer(slot.layers)
+            slot.layers += 1
+
+    def _whole(self, layer: int, start: int, stop: int) -> Iterator[list[Slot]]:
+        """Blocks that columns start..stop fill from their first token to their last: those side by side
+        together.
+        """
+        run: list[Slot] = []
+        for slot in self._slots:
+            fresh = slot.filled[layer] == slot.start >= start and slot.stop <= stop
+            if not fresh or slot.done or slot.broken:
+                continue
+            tokens = slot.stop - slot.start
+            side_by_side = run and slot.start == run[-1].stop and tokens == run[-1].stop - run[-1].start
+            if run and (slot.row != run[-1].row or not side_by_side):
+                yield run
+                run = []
+            run.append(slot)
+        if run:
+            yield run
+
+    def _send(self, run: list[Slot], layer: int, storage: torch.Tensor, origin: int) -> None:
+        """Leaves that layer of these blocks to the device. Where it cannot, nothing is done."""
+        if contract.cuda_lacks(storage.device.index or 0) is not None:
+            return
+        self._outgoing = self._outgoing or outgoing.Outgoing(self._client)
+        tokens = run[0].stop - run[0].start
+        columns = storage[:, run[0].row, :, run[0].start - origin : run[-1].stop - origin]
+        source, unfit = self._form.on_device(columns.unflatten(2, (-1, tokens)))
+        starts = np.array([extent(slot.block.layer(layer))[0] for slot in run], np.int64)
+
+        def arrived() -> None:
+            fits = unfit is None or not int(unfit)
+            for slot in run:
+                slot.filled[layer] = slot.stop
+                if fits or self._quantised(slot, layer, storage, origin):  # which of them it was
+                    self._mark(slot)
+
+        if self._outgoing.send(starts, source, arrived):
+            for slot in run:
+                slot.filled[layer] = slot.start - 1  # neither there nor to be sent again
+
+    def _settle(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.settle()
 
     def marked(self, stop: int) -> None:
         """Columns up to this one were computed: marks them in blocks that hold nothing else."""
@@ -137,6 +192,7 @@ class Publisher:
     def seal(self) -> None:
         """Seals every block that is complete."""
         began = time.perf_counter()
+        self._settle()
         for writer in {id(slot.writer): slot.writer for slot in self._slots}.values():
             slots = [slot for slot in self._slots if slot.writer is writer]
             complete = [slot for slot in slots if slot.layers == self._layers]
@@ -172,6 +228,7 @@ class Publisher:
         """Gives back what was not sealed. Never raises for a store that is gone: the claim went with the
         session.
         """
+        self._settle()  # the device writes into what is given back now
         slots, self._slots = self._slots, []
         for writer in {id(slot.writer): slot.writer for slot in slots}.values():
             try:

@@ -33,9 +33,7 @@ def load(
     if streaming is None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **options).eval()
-        if device == "auto":
-            device = str(torch.accelerator.current_accelerator() or "cpu")
-        return (model.to(device) if device else model), tokenizer
+        return (model.to(chosen_device(device)) if device else model), tokenizer
     if options or device not in (None, "cpu"):
         raise InvalidArgument(f"streaming takes a directory on the CPU; got {options or device!r}")
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -43,3 +41,8 @@ def load(
         raise InvalidArgument(f"dtype={dtype!r}; it must be a dtype of torch, or auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path)
     return StreamingCausalLM.from_pretrained(name_or_path, streaming, dtype=wanted), tokenizer
+
+
+def chosen_device(device: str) -> str:
+    """A device as torch names it; of "auto" the accelerator that torch has, or else the CPU."""
+    return str(torch.accelerator.current_accelerator() or "cpu") if device == "auto" else device

@@ -24,7 +24,7 @@ import torch
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.backends import NAMES
-from kvclient.hf.attention.registered import PREFIX, at
+from kvclient.hf.attention.registered import PREFIX, at, implementation
 from kvclient.hf.call import Clock
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import Rope
@@ -37,7 +37,7 @@ from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.windows import Windows
 
 # Attention implementations that take a mask of rows and columns. Ours attend by the rows' columns alone.
-MASKED = ("sdpa", "eager", *(PREFIX + name for name in NAMES))
+MASKED = ("sdpa", "eager", *map(implementation, NAMES))
 MOST_MASK_BYTES = 1 << 30  # for them; every layer reads it
 PER_TOKEN = ("position_ids", "cache_position")  # arguments of a decoder layer whose last axis is the tokens'
 

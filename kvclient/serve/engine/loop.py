@@ -56,10 +56,10 @@ class Loop:
         self._news: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the scheduler's queue length, for submit()
         self._queued = 0
-        self.counts: Counter[str] = Counter()
-        self.ready = threading.Event()  # a token was computed
+        self.counts, self.ready = Counter[str](), threading.Event()  # ready: a token was computed
         plain, coded = dataclasses.replace(kv.form, codec=None).bytes_per_token, kv.form.bytes_per_token
-        self._bytes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
+        sizes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
+        self._fixed = {"device": str(model.device), **sizes}
         self._closed = False
         self._thread = thread.start(self._run, "kvclient-serve-loop")
 
@@ -84,7 +84,7 @@ class Loop:
         """Figures of requests and of the store, by name."""
         return {
             "requests_waiting": self._queued, "requests_running": self._scheduler.active, **self.counts,
-            "held_tokens": self._scheduler.held_tokens, "kv": self._kv.stats, **self._bytes,
+            "held_tokens": self._scheduler.held_tokens, "kv": self._kv.stats, **self._fixed,
         }  # fmt: skip
 
     @property

@@ -128,7 +128,7 @@ def test_a_cache_that_was_copied_takes_no_further_step(place, client, monkeypatc
         return original(self)
 
     def snapshot(ids, scores):
-        if len(caches) >= 4 and not copies:
+        if len(caches) >= 3 and not copies:  # a GPU runs it twice to warm up, and to record it
             copies.append(copy.deepcopy(caches[-1]))
             ran.append(len(caches))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)

@@ -25,7 +25,7 @@ from kvclient.hf.cache.device import DeviceLayer
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.reuse import blend
 from kvclient.kernels import contract, cuda
-from kvclient.kernels.transfer import HostMemory
+from kvclient.kernels.host_memory import HostMemory
 from tests.gpu.models.bound import bound, model_on
 from tests.gpu.oracle import noise
 from tests.hf.zoo import generate, near, prompt
@@ -45,7 +45,7 @@ def test_equals_plain_generation(place, client, left, name):
     with attached(model, client) as kv:
         for reused in (0, 48):
             _, found, cache = generate(model, ids, 1)
-            assert kv.last.reused_tokens == reused
+            assert kv.last.reused_tokens == reused, kv.last.bypass_detail
             assert near(found, logits, **bound(place))
         for layer in cache.layers:
             assert type(layer) is DeviceLayer and layer.storage.shape[3] < 48 and layer.origin == 48

@@ -1,0 +1,127 @@
+"""Proves that a layer on its way from a device to a block is told of when its bytes are there, and that what
+is given back or sealed is nobody's to write.
+
+Method: tests.kernels.test_transfer's library, whose copies happen when somebody waits for them and not
+before, under the blocks of a real client; a layer that was told of too early, or a block that was given back
+under a copy, shows in the bytes.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import kvclient
+from kvclient.hf.call import Clock
+from kvclient.hf.connector import outgoing
+from kvclient.hf.connector.block_format import BlockFormat
+from kvclient.hf.connector.save import Publisher
+from kvclient.kernels import contract
+from kvclient.kernels.host_memory import HostMemory
+from kvclient.kernels.transfer import extent
+from tests.kernels.test_transfer import LateLibrary
+
+LAYERS, HEADS, WIDTH, TOKENS = 3, 2, 8, 16
+
+
+class FromTheDevice(LateLibrary):
+    """The other way: what must be registered is where the bytes go."""
+
+    def kvk_copy(self, targets, sources, sizes, count, stream):
+        return super().kvk_copy(sources, targets, sizes, count, stream) or self._turn(stream, count)
+
+    def kvk_event_record(self, event, stream):
+        return super().kvk_event_record(event, stream) if stream else contract.OK  # the model's is done
+
+    def _turn(self, stream, count):
+        queued = self.streams[stream]
+        queued[-count:] = [(source, target, size) for target, source, size in queued[-count:]]
+        return contract.OK
+
+
+@pytest.fixture
+def library(monkeypatch):
+    made = FromTheDevice()
+    memory = HostMemory(made)
+    monkeypatch.setattr(contract, "cuda", lambda: made)
+    monkeypatch.setattr(contract, "cuda_lacks", lambda device=0: None)
+    monkeypatch.setattr(outgoing, "host_memory", lambda: memory)
+    monkeypatch.setattr(outgoing, "DEVICES", ("cpu",))
+    yield made
+    assert not made.streams and not made.events
+    memory.close()
+
+
+@pytest.fixture
+def publisher():
+    client = kvclient.InMemoryClient()
+    form = BlockFormat(LAYERS, HEADS, WIDTH, torch.float32)
+    layout = client.register_layout(form.layout(TOKENS))
+    chain = kvclient.Chain(b"m" * 32, list(range(4 * TOKENS)), TOKENS)
+    return Publisher(client, layout, LAYERS, 0, None, Clock(), form), client, chain
+
+
+def storage(layer):
+    generator = torch.Generator().manual_seed(layer)
+    return torch.randn(2, 1, HEADS, 4 * TOKENS, WIDTH, generator=generator)
+
+
+def test_a_layer_is_told_of_when_it_is_there(library, publisher, monkeypatch):
+    writer, client, chain = publisher
+    monkeypatch.setattr(outgoing, "MOST_BYTES", 1)  # each waits for the one before it
+    writer.claim(chain, 0, 0, 0)
+    followed = client.get(chain, follow=True)
+    for layer in range(LAYERS):
+        writer.written(layer, 0, 4 * TOKENS, storage(layer), 0)
+        assert [slot.layers for slot in writer._slots] == [layer] * 4
+        for view, start in zip(followed, range(0, 4 * TOKENS, TOKENS), strict=True):
+            if layer:
+                view.wait_layer(layer - 1, 1)
+                wanted = storage(layer - 1)[:, 0, :, start : start + TOKENS]
+                assert np.array_equal(view.layer(layer - 1), wanted)
+    followed.release()
+    writer.seal()
+    found = client.get(chain)
+    for number, view in enumerate(found):
+        assert view.sealed
+        for layer in range(LAYERS):
+            part = storage(layer)[:, 0, :, number * TOKENS : (number + 1) * TOKENS]
+            assert np.array_equal(view.layer(layer), part)
+    writer.abort()
+
+
+def test_what_is_given_back_is_written_by_nobody(library, publisher):
+    writer, client, chain = publisher
+    writer.claim(chain, 0, 0, 0)
+    memory = [slot.block.layer(0) for slot in writer._slots]
+    writer.written(0, 0, 4 * TOKENS, storage(0), 0)
+    assert not any(part.any() for part in memory) and library.streams
+    writer.abort()
+    assert not library.streams and all(part.any() for part in memory)
+    assert client.lookup(chain).resident == 0
+
+
+def test_a_client_whose_daemon_waits_for_no_device_is_written_at_once(library, publisher, monkeypatch):
+    writer, client, chain = publisher
+    monkeypatch.setattr(client, "give_to_device", lambda writes=True: False)
+    for layer in range(LAYERS):
+        if not layer:
+            writer.claim(chain, 0, 0, 0)
+        writer.written(layer, 0, 4 * TOKENS, storage(layer), 0)
+        assert [slot.layers for slot in writer._slots] == [layer + 1] * 4
+    writer.seal()
+    assert client.lookup(chain).resident == 4 and not library.registered
+
+
+def test_a_row_that_begins_inside_a_block_goes_token_by_token(library, publisher):
+    writer, client, chain = publisher
+    writer.claim(chain, 0, 0, 0)
+    whole = [storage(layer) for layer in range(LAYERS)]
+    for start, stop in ((0, 40), (40, 4 * TOKENS)):
+        for layer in range(LAYERS):
+            writer.written(layer, start, stop, whole[layer], 0)
+    writer.seal()
+    for number, view in enumerate(client.get(chain)):
+        for layer in range(LAYERS):
+            part = whole[layer][:, 0, :, number * TOKENS : (number + 1) * TOKENS]
+            assert np.array_equal(view.layer(layer), part)
+    assert extent(view.layer(0))[1] == 2 * HEADS * TOKENS * WIDTH * 4
