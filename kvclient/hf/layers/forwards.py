@@ -24,7 +24,8 @@ def takes(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     return (
         weight is not None
         and x.dtype is weight.dtype is torch.float32
-        and x.device.type == weight.device.type == "cpu"
+        and x.is_cpu
+        and weight.is_cpu
         and x.ndim > 1
         and x.shape[-1] == weight.shape[-1]
         and x.is_contiguous()
@@ -42,11 +43,10 @@ def multiply(
     """[..., outputs] of x [..., inputs], which takes() said yes to; with up, the gated half of an MLP."""
     outputs, inputs = weight.shape
     out = x.new_empty((*x.shape[:-1], outputs))
-    rows = x.numel() // inputs
-    parts = (None if part is None else part.data_ptr() for part in (up, bias, up_bias))
     args = contract.Linear(
-        _LINEAR, contract.ABI, inputs, outputs, rows, 0, torch.get_num_threads(), x.data_ptr(),
-        weight.data_ptr(), *parts, out.data_ptr(), inputs, outputs,
+        _LINEAR, contract.ABI, inputs, outputs, x.numel() // inputs, 0, torch.get_num_threads(), x.data_ptr(),
+        weight.data_ptr(), None if up is None else up.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if up_bias is None else up_bias.data_ptr(), out.data_ptr(), inputs, outputs,
     )  # fmt: skip
     if status := contract.cpu().kvk_linear_multiply(byref(args)):
         contract.check(status)
