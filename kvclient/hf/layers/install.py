@@ -28,6 +28,8 @@ def install(model: torch.nn.Module) -> int:
     """How many modules are computed by native/cpu from now on. A forward that was already exchanged stays."""
     if os.environ.get(ENVIRONMENT) == "torch" or not contract.built("_cpu.so") or contract.lacks("auto"):
         return 0
+    if contract.auto_path() == "reference":  # all that this machine can run, and slower than torch
+        return 0
     found = 0
     known: dict[Any, bool] = {}
     for module, made, kind in list(_candidates(model)):
