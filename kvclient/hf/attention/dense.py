@@ -16,6 +16,7 @@ import torch
 
 from kvclient import kernels
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attention import sdpa
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.kernels import contract
 from kvclient.kernels.cuda_attention import attend_dense
@@ -107,6 +108,9 @@ def attend(
     Raises InvalidArgument where keys and values differ in shape or dtype, or from the batch.
     """
     if query.device.type == "cuda":
+        fits = starts is None and position is None and query.shape[2] >= sdpa.MANY_TOKENS
+        if fits and sdpa.unfit(None, window, key.shape[2], softcap, sinks) is None:
+            return sdpa.attend("torch_cudnn", query, key, value, scale, causal)
         terms = sinks, scale, softcap, window, causal
         return attend_dense(query, key, value, starts, *terms, position=position)
     batch, heads, tokens, head_dim = query.shape

@@ -13,6 +13,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+# From so many new tokens on, torch's fused attention takes less time than our kernels, whatever these save of
+# reading: it has twice their rate (docs/gpu.md).
+MANY_TOKENS = 256
 _LAST = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ORDER = {
     "torch_cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_LAST],

@@ -20,10 +20,6 @@ from kvclient.hf.cache.staging import Staged, segments_of_rows
 from kvclient.kernels import cuda
 from kvclient.kernels.cuda_attention import Table, Workspace, attend
 
-# From so many new tokens on, torch's fused attention over a copy of the blocks takes less time than ours over
-# where they lie: it has twice the rate, and the copy costs a read (docs/gpu.md).
-MANY_TOKENS = 256
-
 
 class Positions:
     """Where the newest tokens stand, on the device: the same for all layers of a step."""
@@ -88,7 +84,7 @@ class DeviceLayer(InPlaceLayer):
     ) -> torch.Tensor:  # fmt: skip
         """[B, T, heads, D] of the newest T tokens over all."""
         batch, heads, tokens, head_dim = query.shape
-        if tokens >= MANY_TOKENS and (keys_values := self._for_torch(query, sinks, softcap, window)):
+        if tokens >= sdpa.MANY_TOKENS and (keys_values := self._for_torch(query, sinks, softcap, window)):
             return sdpa.attend("torch_cudnn", query, *keys_values, scale, True)
         query = dense.heads_together(query)
         out = query.new_empty((batch, tokens, heads, head_dim))

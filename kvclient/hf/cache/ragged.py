@@ -9,7 +9,7 @@ alone, up to the order in which a matrix product sums.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof
 from itertools import accumulate
 from typing import Any
@@ -121,35 +121,36 @@ class RaggedLayer(CacheLayerMixin):
         return sequence
 
 
-class RaggedCache(Cache):
-    """Of one step. caches: of one row each, at least one token long."""
-
-    def __init__(self, caches: Sequence[Any], counts: Sequence[int], heads: int) -> None:
-        layers = zip(*(cache.layers for cache in caches), strict=True)
-        calls: dict[Any, Any] = {}
-        super().__init__(layers=[RaggedLayer(i, row, counts, heads, calls) for i, row in enumerate(layers)])
+def cache_of(caches: Sequence[Any], counts: Sequence[int], heads: int, make: Callable[..., Any]) -> Cache:
+    """Of one step. caches: of one row each, at least one token long. make: of what class its layers are."""
+    calls: dict[Any, Any] = {}
+    layers = zip(*(cache.layers for cache in caches), strict=True)
+    return Cache(layers=[make(i, row, counts, heads, calls) for i, row in enumerate(layers)])
 
 
 def step(
     model: torch.nn.Module, tokens: Sequence[Sequence[int]], caches: Sequence[Any], heads: int,
-    wanted: Sequence[int] | None = None,
+    wanted: Sequence[int] | None = None, make: Callable[..., Any] = RaggedLayer,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The logits [T, vocabulary] behind T new tokens of each request, which its cache then holds. heads: KV
     heads of a layer. wanted: of each request, for how many of its last tokens; None: for all. The model's
-    attention must be one of kvclient.hf.attention on a CPU.
+    attention must be one of kvclient.hf.attention. make: of the layers, as on a GPU others are needed
+    (ragged_device.py).
     """
     order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]) > 1)
     counts = [len(tokens[row]) for row in order]
     last = counts if wanted is None else [wanted[row] for row in order]
-    ids = torch.tensor([[token] for row in order for token in tokens[row]])
+    device = model.device
+    ids = torch.tensor([[token] for row in order for token in tokens[row]], device=device)
     starts = [caches[row].get_seq_length() for row in order]
-    places = [[start + i] for start, count in zip(starts, counts, strict=True) for i in range(count)]
+    columns = [[start + i] for start, count in zip(starts, counts, strict=True) for i in range(count)]
+    places = torch.tensor(columns, device=device)
     ends = zip(accumulate(counts), last, strict=True)
-    rows = torch.tensor([row for end, count in ends for row in range(end - count, end)])
+    rows = torch.tensor([row for end, count in ends for row in range(end - count, end)], device=device)
     with torch.no_grad(), stepping(), _head_over(model, rows if len(rows) < len(ids) else None):
         out = type(model).forward(
-            model, input_ids=ids, position_ids=torch.tensor(places), use_cache=True, return_dict=True,
-            **passing(RaggedCache([caches[row] for row in order], counts, heads)),
+            model, input_ids=ids, position_ids=places, use_cache=True, return_dict=True,
+            **passing(cache_of([caches[row] for row in order], counts, heads, make)),
         )  # fmt: skip
     logits = out.logits[:, -1]
     parts = (logits if len(logits) == len(rows) else logits[rows]).split(last)

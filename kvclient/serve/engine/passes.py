@@ -6,8 +6,9 @@ fails leaves behind what cut_back() takes away.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ import torch
 from kvclient.errors import InvalidArgument
 from kvclient.hf import layers
 from kvclient.hf.attachment.attach import Attachment
-from kvclient.hf.cache.ragged import step
+from kvclient.hf.cache.device import DeviceLayer
+from kvclient.hf.cache.ragged import RaggedLayer, step
+from kvclient.hf.cache.ragged_device import Known, RaggedDeviceLayer
 from kvclient.hf.model.own_caches import keeps_states
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.speculation import Draft, score
@@ -37,11 +40,13 @@ class Passes:
             raise InvalidArgument(f"{what}: several requests under way would overwrite each other's")
         layers.install(model)
         self._model, self._kv, self.token_s = model, kv, 0.0
+        self._tables: dict[int, Known] = {}  # of the last step on a GPU
 
     @property
     def ragged(self) -> bool:
         """Whether requests of any lengths go through the model side by side."""
-        return self._kv._model_state.options.in_place is not None and self._model.device.type == "cpu"
+        devices = "cpu", DeviceLayer.device_type
+        return self._kv._model_state.options.in_place is not None and self._model.device.type in devices
 
     def step(
         self, jobs: Sequence[Job], drafts: Sequence[Draft], joined: Sequence[Opened] = ()
@@ -57,12 +62,15 @@ class Passes:
         caches = [*(job.cache for job in jobs), *(opened.cache for opened in joined)]
         wanted = [*map(len, fed), *(1 for _ in rests)]
         began = time.perf_counter()
-        logits = step(self._model, [*fed, *rests], caches, self._kv._model_state.kv.heads, wanted)
+        make: Callable[..., Any] = RaggedLayer
+        if self._model.device.type == DeviceLayer.device_type:
+            make = functools.partial(RaggedDeviceLayer, tables=self._tables)
+        logits = step(self._model, [*fed, *rests], caches, self._kv._model_state.kv.heads, wanted, make)
         tokens = sum(map(len, rests))
         own_s = (time.perf_counter() - began) * tokens / max(1, tokens + len(fed))
         for opened, rest in zip(joined, rests, strict=True):
             opened.computed(own_s * len(rest) / tokens)
-        return logits
+        return [rows.cpu() for rows in logits]
 
     def prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
         """Of each token of the prompt, ids [1, tokens]: a pass of its own, as scoring wants all logits."""
