@@ -253,6 +253,20 @@ struct kvk_turns {
   const float *cos, *sin;                                        /* [rows][head_dim] */
 };
 
+#define KVK_PRODUCT_ROWS 16u /* of x, at most, in kvk_multiply() */
+
+/* A few rows times a matrix of numbers as they lie, out = x w^T: the CPU's. Weights stay in 16 bits until they are multiplied. */
+struct kvk_product {
+  uint32_t size, abi;
+  uint32_t inputs, outputs, rows;
+  uint32_t dtype; /* of the weights: KVK_F16 or KVK_BF16 */
+  uint32_t path, threads;
+  const void* weights; /* [outputs][inputs], a row every weight_row_stride bytes */
+  const void* x;       /* [rows][inputs], f32 */
+  void* out;           /* [rows][outputs], f32 */
+  int64_t weight_row_stride, x_row_stride, out_row_stride;
+};
+
 KVK_EXPORT uint32_t kvk_abi(void);
 KVK_EXPORT const char* kvk_last_error(void);
 
@@ -274,6 +288,7 @@ KVK_EXPORT int kvk_awq_dequantise(const struct kvk_awq* args);
 KVK_EXPORT int kvk_linear_multiply(const struct kvk_linear* args);
 KVK_EXPORT int kvk_norm_rows(const struct kvk_norm* args);
 KVK_EXPORT int kvk_turn_rows(const struct kvk_turns* args);
+KVK_EXPORT int kvk_multiply(const struct kvk_product* args);
 
 /* The transfer path. Streams and events are CUDA's own, as pointers. Registering makes host memory known to the device, at the
  * same address, until it is unregistered; KVK_UNSUPPORTED: not this memory on this device, which a pinned buffer between is

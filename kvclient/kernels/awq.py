@@ -6,6 +6,7 @@ row's result has the same bits whatever rows stand beside it and however many th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import byref, sizeof
 
 import numpy as np
@@ -32,19 +33,30 @@ def multiply(
     if bias is not None:
         _check("bias", bias, "float32", (outputs,))
     _check("x", x, "float32", (len(x), inputs))
-    out, kind = np.empty((len(x), outputs), np.float32), contract.BF16 if bf16 else contract.F32
-    calls = -(-len(x) // ROWS)
-    most = -(-len(x) // max(1, 6 * calls)) * 6  # alike, of whole sixes
-    for start in range(0, len(x), max(1, most)):
-        rows, at = min(most, len(x) - start), 4 * start
+    out = np.empty((len(x), outputs), np.float32)
+    lie = [None if array is None else array.ctypes.data for array in (words, zeros, scales, bias)]
+    multiply_at(x.ctypes.data, out.ctypes.data, len(x), (inputs, outputs, group), lie, threads, path, bf16)
+    return out
+
+
+def multiply_at(
+    x: int, out: int, count: int, shape: tuple[int, int, int], lie: Sequence[int | None], threads: int,
+    path: str = "auto", bf16: bool = False,
+) -> None:  # fmt: skip
+    """multiply() of operands that whoever calls has looked at, by their addresses: count rows of x and out,
+    the layer's inputs, outputs and group, and where its words, zeros, scales and bias lie.
+    """
+    (inputs, outputs, _), (words, zeros, scales, bias) = shape, lie
+    kind, number = contract.BF16 if bf16 else contract.F32, contract.path_number(path)
+    calls = -(-count // ROWS)
+    most = -(-count // max(1, 6 * calls)) * 6  # alike, of whole sixes
+    for start in range(0, count, max(1, most)):
         args = contract.Awq(
-            sizeof(contract.Awq), contract.ABI, inputs, outputs, group, kind,
-            contract.path_number(path), rows, words.ctypes.data, None if zeros is None else zeros.ctypes.data,
-            scales.ctypes.data, x.ctypes.data + at * inputs, None if bias is None else bias.ctypes.data,
-            out.ctypes.data + at * outputs, 4 * inputs, 4 * outputs, None, threads,
+            sizeof(contract.Awq), contract.ABI, *shape, kind, number, min(most, count - start), words, zeros,
+            scales, x + 4 * start * inputs, bias, out + 4 * start * outputs, 4 * inputs, 4 * outputs, None,
+            threads,
         )  # fmt: skip
         contract.check(contract.cpu().kvk_awq_multiply(byref(args)))
-    return out
 
 
 def dequantise(

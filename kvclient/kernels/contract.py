@@ -166,6 +166,14 @@ Turns = _struct(
         *_fields(c_void_p, "q k cos sin"),
     ],
 )
+Product = _struct(
+    "Product",
+    [
+        *_fields(c_uint32, "size abi inputs outputs rows dtype path threads"),
+        *_fields(c_void_p, "weights x out"),
+        *_fields(c_int64, "weight_row_stride x_row_stride out_row_stride"),
+    ],
+)
 
 
 _SHARED_FUNCTIONS = {
@@ -180,6 +188,7 @@ CPU_FUNCTIONS = _SHARED_FUNCTIONS | {
     "kvk_linear_multiply": Linear,
     "kvk_norm_rows": Norm,
     "kvk_turn_rows": Turns,
+    "kvk_multiply": Product,
 }
 CUDA_FUNCTIONS = _SHARED_FUNCTIONS | {
     "kvk_load": Loading,

@@ -5,6 +5,7 @@
 #include "cpu/codec_rows.h"
 #include "cpu/linear_rows.h"
 #include "cpu/paths.h"
+#include "cpu/product_rows.h"
 #include "cpu/products_vnni.h"
 #include "cpu/tile_amx.h"
 #include "cpu/tile_fp16.h"
@@ -48,6 +49,6 @@ void attend_amx(const kvk_attention& a, const Task& task, Scratch s) {
 }  // namespace
 
 const Path kAmxPath{"amx",      quantise_rows,   dequantise_rows, rotate_rows, attend_amx, multiply_awq_vnni,
-                    unpack_awq, multiply_linear, normalise_rows,  turn_rows};
+                    unpack_awq, multiply_linear, normalise_rows,  turn_rows, product_rows};
 
 }  // namespace kvk

@@ -5,11 +5,12 @@
 #include "cpu/codec_rows.h"
 #include "cpu/linear_rows.h"
 #include "cpu/paths.h"
+#include "cpu/product_rows.h"
 #include "cpu/products_avx2.h"
 
 namespace kvk {
 
 const Path kAvx2Path{"avx2",       quantise_rows, dequantise_rows, rotate_rows,    attend_rows<ProductsAvx2>,
-                     multiply_awq, unpack_awq,    multiply_linear, normalise_rows, turn_rows};
+                     multiply_awq, unpack_awq,    multiply_linear, normalise_rows, turn_rows, product_rows};
 
 }  // namespace kvk

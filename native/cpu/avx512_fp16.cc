@@ -4,6 +4,7 @@
 #include "cpu/codec_rows.h"
 #include "cpu/linear_rows.h"
 #include "cpu/paths.h"
+#include "cpu/product_rows.h"
 #include "cpu/products_vnni.h"
 #include "cpu/tile_fp16.h"
 
@@ -21,6 +22,6 @@ struct Fp16 : Vnni {
 }  // namespace
 
 const Path kAvx512Fp16Path{"avx512_fp16",     quantise_rows, dequantise_rows, rotate_rows,    attend_rows<Fp16>,
-                           multiply_awq_vnni, unpack_awq,    multiply_linear, normalise_rows, turn_rows};
+                           multiply_awq_vnni, unpack_awq,    multiply_linear, normalise_rows, turn_rows, product_rows};
 
 }  // namespace kvk

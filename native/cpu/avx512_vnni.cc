@@ -4,11 +4,12 @@
 #include "cpu/codec_rows.h"
 #include "cpu/linear_rows.h"
 #include "cpu/paths.h"
+#include "cpu/product_rows.h"
 #include "cpu/products_vnni.h"
 
 namespace kvk {
 
 const Path kAvx512VnniPath{"avx512_vnni",     quantise_rows, dequantise_rows, rotate_rows,    attend_rows<Vnni>,
-                           multiply_awq_vnni, unpack_awq,    multiply_linear, normalise_rows, turn_rows};
+                           multiply_awq_vnni, unpack_awq,    multiply_linear, normalise_rows, turn_rows, product_rows};
 
 }  // namespace kvk

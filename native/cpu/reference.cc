@@ -157,9 +157,20 @@ void turn_naively(const kvk_turns& a, uint32_t start, uint32_t stop) {
     }
 }
 
+void product_naively(const kvk_product& a, uint32_t start, uint32_t stop) {
+  for (uint32_t row = 0; row < a.rows; ++row)
+    for (uint32_t i = start; i < stop; ++i) {
+      const void* weights = at(static_cast<const char*>(a.weights), i * a.weight_row_stride);
+      const float* x = at(static_cast<const float*>(a.x), static_cast<int64_t>(row) * a.x_row_stride);
+      double sum = 0;
+      for (uint32_t k = 0; k < a.inputs; ++k) sum += double{x[k]} * element(a.dtype, weights, k);
+      at(static_cast<float*>(a.out), static_cast<int64_t>(row) * a.out_row_stride)[i] = static_cast<float>(sum);
+    }
+}
+
 }  // namespace
 
 const Path kReferencePath{"reference",      quantise_rows,  dequantise_rows, rotate_rows,       attend_naively,
-                          multiply_naively, unpack_naively, linear_naively,  normalise_naively, turn_naively};
+                          multiply_naively, unpack_naively, linear_naively,  normalise_naively, turn_naively, product_naively};
 
 }  // namespace kvk

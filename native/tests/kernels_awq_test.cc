@@ -1,6 +1,7 @@
-// The CPU's AWQ kernels over memory of exactly the size that the arguments describe, so that the sanitizers see every byte read
-// or written outside it: each path against the naive one, groups of 32, 64 and 128, widths that fill no vector, with and without
-// zeros and bias; and arguments that must be refused. The oracle is in tests/kernels.
+// The CPU's AWQ kernels, and its product with a matrix in 16 bits, over memory of exactly the size that the arguments describe,
+// so that the sanitizers see every byte read or written outside it: each path against the naive one, groups of 32, 64 and 128,
+// widths that fill no vector, with and without zeros and bias; and arguments that must be refused. The oracle is in
+// tests/kernels.
 #include <cmath>
 #include <random>
 
@@ -118,4 +119,48 @@ TEST(what_does_not_fit_is_refused) {
   CHECK(refused([](kvk_awq& a) { a.outputs = 60; }));
   CHECK(refused([](kvk_awq& a) { a.size -= 8; }));
   CHECK(!refused([](kvk_awq& a) { a.columns = 0; }));
+}
+
+TEST(rows_times_a_matrix_stay_inside_and_agree_with_the_naive_path) {
+  for (uint32_t path = KVK_CPU_REFERENCE; path < KVK_CPU_REFERENCE + 6; ++path) {
+    if (!here(path)) continue;
+    for (uint32_t inputs : {1u, 31u, 32u, 70u})
+      for (uint32_t outputs : {1u, 7u, 8u, 29u})
+        for (uint32_t rows : {1u, 2u, 3u, 7u}) {
+          std::vector<uint16_t> weights(uint64_t{outputs} * inputs);
+          for (uint16_t& weight : weights) weight = static_cast<uint16_t>(0x3c00 | (bits() & 0x83ff));  // 1 to 2, either sign
+          std::vector<float> x(uint64_t{rows} * inputs), wanted(uint64_t{rows} * outputs), found(wanted.size());
+          for (float& value : x) value = std::normal_distribution<float>()(noise_source);
+          kvk_product a{};
+          a.size = sizeof a, a.abi = KVK_ABI, a.inputs = inputs, a.outputs = outputs, a.rows = rows;
+          a.dtype = KVK_F16, a.path = KVK_CPU_REFERENCE, a.threads = 1;
+          a.weights = weights.data();
+          a.x = x.data();
+          a.out = wanted.data();
+          a.weight_row_stride = 2 * int64_t{inputs};
+          a.x_row_stride = 4 * int64_t{inputs};
+          a.out_row_stride = 4 * int64_t{outputs};
+          CHECK_EQ(kvk_multiply(&a), KVK_OK);
+          a.path = path;
+          a.threads = rows;
+          a.out = found.data();
+          CHECK_EQ(kvk_multiply(&a), KVK_OK);
+          bool near = true;
+          for (size_t i = 0; i < wanted.size(); ++i) near = near && std::abs(found[i] - wanted[i]) < 1e-3f;
+          CHECK(near);
+        }
+  }
+}
+
+TEST(a_matrix_that_does_not_fit_is_refused) {
+  kvk_product a{};
+  a.size = sizeof a, a.abi = KVK_ABI, a.inputs = 32, a.outputs = 8, a.rows = 1, a.dtype = KVK_BF16, a.path = KVK_CPU_REFERENCE;
+  CHECK_EQ(kvk_multiply(&a), KVK_INVALID);  // no pointers
+  a.outputs = 0;
+  CHECK_EQ(kvk_multiply(&a), KVK_OK);
+  a.rows = KVK_PRODUCT_ROWS + 1;
+  CHECK_EQ(kvk_multiply(&a), KVK_INVALID);
+  a.rows = 1;
+  a.dtype = KVK_F32;
+  CHECK_EQ(kvk_multiply(&a), KVK_INVALID);
 }

@@ -35,6 +35,7 @@ STRUCTS = {
     "kvk_linear": contract.Linear,
     "kvk_norm": contract.Norm,
     "kvk_turns": contract.Turns,
+    "kvk_product": contract.Product,
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from kvclient.blocks.identity import without_denied
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends
+from kvclient.hf.attention.one_row import ONE_ROW
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.attention.switch import (
     BROUGHT,
@@ -144,6 +145,6 @@ def lacking(model: torch.nn.Module, asked: bool = False) -> str | None:
         unfit = backends.unfit(model.device, model.dtype, backends.head_dim_of(model))
         return backend.name if chosen else unfit or backend.name
     usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    if not asked and installed(model) is None and model.config._attn_implementation != usual:
+    if not asked and installed(model) is None and model.config._attn_implementation not in (usual, ONE_ROW):
         return "chosen_attention"  # eager gives the weights of attention, others have reasons of their own
     return None

@@ -67,12 +67,12 @@ def _install(model: torch.nn.Module, backend: str | None, proven: bool) -> str:
     if not type(model)._can_set_attn_implementation():
         raise InvalidArgument(f"{type(model).__name__} calls its own attention and no registered function")
     chosen = backend_of(model, backend)
-    before = Before({name: part.config._attn_implementation for name, part in _configured(model)})
+    before = Before({name: part.config._attn_implementation for name, part in configured(model)})
     model.__dict__[PLACE] = before
     model.__dict__.pop(BROUGHT, None)  # of an attached one that this was, before it went through a file
     try:
         model.set_attn_implementation(register(chosen))
-        for name, part in _configured(model):
+        for name, part in configured(model):
             if (current := part.config._attn_implementation) == register(chosen):
                 part.config._attn_implementation_internal = Name(current, before[name])
         if not proven:
@@ -94,7 +94,7 @@ def uninstall(model: torch.nn.Module) -> None:
     """Gives the model back the attention it had; one that it was given since stays. Idempotent."""
     before = model.__dict__.pop(PLACE, None)
     model.__dict__.pop(BROUGHT, None)
-    for name, part in _configured(model) if before is not None else ():
+    for name, part in configured(model) if before is not None else ():
         if name in before and str(part.config._attn_implementation).startswith(PREFIX):
             part.config._attn_implementation_internal = before[name]
 
@@ -102,7 +102,7 @@ def uninstall(model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def without(model: torch.nn.Module) -> Iterator[None]:
     """Within it, the model computes with the attention it had before install()."""
-    before, parts = model.__dict__.get(PLACE) or {}, _configured(model)
+    before, parts = model.__dict__.get(PLACE) or {}, configured(model)
     ours = {name: part.config._attn_implementation for name, part in parts}
     try:
         for name, part in parts:
@@ -130,5 +130,6 @@ def installed(model: torch.nn.Module) -> str | None:
     return backend_named(name) if model.__dict__.get(PLACE) and name.startswith(PREFIX) else None
 
 
-def _configured(model: torch.nn.Module) -> list[tuple[str, Any]]:
+def configured(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """The parts of the model that say in their configuration which attention they have, by name."""
     return [(name, part) for name, part in model.named_modules() if hasattr(part, "set_attn_implementation")]

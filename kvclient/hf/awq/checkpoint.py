@@ -13,6 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attention import one_row
+from kvclient.hf.awq import head
 from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.awq.packing import BITS
 
@@ -50,6 +52,8 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
         raise InvalidArgument(f"{home.name}: tensors without a counterpart: {', '.join(lost[:5])}")
     if (home / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
+    one_row.give(model)
+    head.give(model)
     return model.eval()
 
 

@@ -35,6 +35,7 @@ ROWS_PACKED = 128  # of a bf16 input: above it torch's product of numbers is fas
 TILE_BYTES = 8 << 20
 ROWS_AT_ONCE = 64  # of the input: above it a layer's weights are dequantised once and multiplied whole
 STRIPE_BYTES = 8 << 20  # of dequantised weights at one time, for few rows
+HELD = ("qweight", torch.int32), ("qzeros", torch.int32), ("scales", torch.float16), ("bias", torch.float32)
 
 
 _fallbacks: Counter[str] = Counter()
@@ -96,19 +97,36 @@ class AwqLinear(torch.nn.Module):
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled("cpu")
             and os.environ.get(ENVIRONMENT) != "torch"
-            and _cpu_kernels()
+            and cpu_kernels()
         )
 
     def _by_cpu(self, x: torch.Tensor) -> torch.Tensor:
         """Out of fp32, whatever the type of x. A row's bits do not depend on the rows beside it."""
         if x.shape[-1] != self.in_features:
             raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
-        rows = x.detach().reshape(-1, self.in_features).float().contiguous().numpy()
-        bias = None if self.bias is None else self.bias.detach().float().numpy()
-        packed = (self.qweight.numpy(), self.qzeros.numpy(), self.scales.numpy(), bias)
+        inputs, outputs, _ = shape = self.in_features, self.out_features, self.group
+        rows = x.detach().reshape(-1, inputs).float().contiguous()
+        bias = None if self.bias is None else self.bias.detach().float().contiguous()
+        held = (self.qweight, self.qzeros, self.scales, bias)
+        self._check_held(*held)
+        lie = [None if tensor is None else tensor.data_ptr() for tensor in held]
+        out = torch.empty((len(rows), outputs), dtype=torch.float32, device="cpu")
         threads, bf16 = torch.get_num_threads(), x.dtype == torch.bfloat16
-        out = torch.from_numpy(awq.multiply(rows, *packed, self.group, threads, bf16=bf16))
-        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        awq.multiply_at(rows.data_ptr(), out.data_ptr(), len(rows), shape, lie, threads, bf16=bf16)
+        return out.to(x.dtype).reshape(*x.shape[:-1], outputs)
+
+    def _check_held(self, *held: torch.Tensor | None) -> None:
+        """Raises InvalidArgument for words, zeros, scales or a bias of another shape or type: somebody has
+        put them there.
+        """
+        groups, outputs = self.in_features // self.group, self.out_features
+        shapes = (self.in_features, outputs // 8), (groups, outputs // 8), (groups, outputs), (outputs,)
+        for tensor, (name, kind), shape in zip(held, HELD, shapes, strict=True):
+            if tensor is None and name == "bias":
+                continue
+            if tensor is None or tensor.dtype != kind or tensor.shape != shape or not tensor.is_contiguous():
+                found = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+                raise InvalidArgument(f"{name} is {found}; expected {kind}{list(shape)}, contiguous")
 
     def _by_tiles(self, x: torch.Tensor) -> torch.Tensor:
         """Many rows of bf16: some columns at a time become numbers, which torch multiplies."""
@@ -249,7 +267,8 @@ def _capturing(device: torch.device) -> bool:
 
 
 @cache
-def _cpu_kernels() -> bool:
+def cpu_kernels() -> bool:
+    """Whether native/cpu was built, and runs on this machine."""
     return contract.built("_cpu.so") and contract.lacks("auto") is None
 
 

@@ -24,6 +24,7 @@ import torch
 from kvclient.blocks.reuse_plan import Segment
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.backends import NAMES
+from kvclient.hf.attention.one_row import ONE_ROW
 from kvclient.hf.attention.registered import PREFIX, at, implementation
 from kvclient.hf.call import Clock
 from kvclient.hf.connector.block_format import BlockFormat
@@ -37,7 +38,7 @@ from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.windows import Windows
 
 # Attention implementations that take a mask of rows and columns. Ours attend by the rows' columns alone.
-MASKED = ("sdpa", "eager", *map(implementation, NAMES))
+MASKED = ("sdpa", ONE_ROW, "eager", *map(implementation, NAMES))
 MOST_MASK_BYTES = 1 << 30  # for them; every layer reads it
 PER_TOKEN = ("position_ids", "cache_position")  # arguments of a decoder layer whose last axis is the tokens'
 

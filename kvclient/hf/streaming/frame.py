@@ -15,6 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, initialization
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attention import one_row
+from kvclient.hf.awq import head
 from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
 from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.streaming.files.headers import Source
@@ -51,6 +53,8 @@ def empty_model(home: Path, dtype: torch.dtype | None) -> tuple[Any, int | None]
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     if quantisation is not None:
         model.config.quantization_config = quantisation
+        one_row.give(model)
+        head.give(model)
     return model, group
 
 
@@ -86,11 +90,11 @@ def vocabulary_of(model: Any, found: dict[str, Source]) -> dict[str, str]:
     """The tensors that hold the embedding and the head, by role; none if not both can be streamed: as
     ordinary modules, in the type that they are computed in.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
+    embedding, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(embedding) is not torch.nn.Embedding or type(last) not in (torch.nn.Linear, head.Head):
         return {}
-    names = {"embedding": f"{name_of(model, embedding)}.weight", "head": f"{name_of(model, head)}.weight"}
-    if embedding.weight is head.weight or getattr(model.config, "tie_word_embeddings", False):
+    names = {"embedding": f"{name_of(model, embedding)}.weight", "head": f"{name_of(model, last)}.weight"}
+    if embedding.weight is last.weight or getattr(model.config, "tie_word_embeddings", False):
         names["head"] = names["embedding"]
     for name in names.values():
         if name not in found or getattr(torch, found[name].dtype) != model.dtype:
@@ -103,19 +107,19 @@ def keep_head_in_place(model: Any) -> None:
     last one of a prompt: the head gets rows that do. (contiguous() takes a single one for such, torch's
     product goes by its strides.)
     """
-    head = model.get_output_embeddings()
-    if type(head) is torch.nn.Linear:
+    last = model.get_output_embeddings()
+    if type(last) in (torch.nn.Linear, head.Head):
         rows = torch.contiguous_format
-        head.register_forward_pre_hook(lambda _, args: (args[0].clone(memory_format=rows), *args[1:]))
+        last.register_forward_pre_hook(lambda _, args: (args[0].clone(memory_format=rows), *args[1:]))
 
 
 def sizes(tables: dict[str, Table]) -> Vocabulary:
     """Bytes of the embedding and the head, and of what is held of them while they are streamed."""
     if not tables:
         return NO_VOCABULARY
-    embedding, head = tables["embedding"], tables["head"]
-    piece = max(piece.length for piece in head.pieces)
-    return Vocabulary(embedding.length, head.length, embedding is head, piece, ROWS_BYTES + BLOCK_BYTES)
+    embedding, last = tables["embedding"], tables["head"]
+    piece = max(piece.length for piece in last.pieces)
+    return Vocabulary(embedding.length, last.length, embedding is last, piece, ROWS_BYTES + BLOCK_BYTES)
 
 
 def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvclient.hf.awq.head import Head, multiply
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
 from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
 from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
@@ -86,6 +87,7 @@ class StreamedHead:
 
     def __init__(self, module: torch.nn.Module, table: Table, first: int) -> None:
         self._module, self._table, self._first = module, table, first
+        self._multiply = multiply if type(module) is Head else torch.nn.functional.linear
         self._inputs = threading.local()
         module._parameters["weight"] = empty(table)
         self._nothing = torch.empty((table.shape[0], 0), dtype=getattr(torch, table.dtype))
@@ -127,7 +129,7 @@ class StreamedHead:
             start = i * self._table.rows
             with self.scheduler.holding(number) as slot:
                 weight = piece_of(self._table, i, slot.memory)
-                out[..., start : start + len(weight)] += torch.nn.functional.linear(x, weight)
+                out[..., start : start + len(weight)] += self._multiply(x, weight)
                 del weight
         return out
 

@@ -13,7 +13,7 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
-from kvclient.hf.awq import linear
+from kvclient.hf.awq import head, linear
 from tests.hf.awq_checkpoint import write_checkpoint
 from tests.hf.zoo import build, generate, near, prompt
 
@@ -298,3 +298,62 @@ def zeros_of(tensors):
 def eights(tensors):
     for name in zeros_of(tensors):
         tensors[name] = awq.pack(torch.full((tensors[name].shape[0], 8 * tensors[name].shape[1]), 8))
+
+
+# ---------------------------------------------------------------- the head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_meet_the_head_as_it_lies(dtype, bias, monkeypatch):
+    torch.manual_seed(4)
+    stock = torch.nn.Linear(72, 300, bias).to(dtype)
+    layer = head.Head(72, 300, bias, dtype=dtype)
+    layer.load_state_dict(stock.state_dict())
+    x = torch.randn(2, 5, 72).to(dtype)
+    with torch.inference_mode():
+        exact = x.double() @ stock.weight.double().t() + (stock.bias.double() if bias else 0)
+        assert torch.equal(layer(x), stock(x)), "of many rows it is torch's"
+        monkeypatch.setattr(torch.nn.functional, "linear", None)
+        for few in (x[:1, :1], x[:, 0], x[:, :4], x[0, 0]):
+            assert layer(few).shape == (*few.shape[:-1], 300) and layer(few).dtype == dtype
+        found = torch.stack([layer(row) for row in x.flatten(0, 1)]).view(2, 5, 300)
+        assert torch.equal(layer(x[:, :4]), found[:, :4]), "a row has other bits beside other rows"
+        off = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+        assert ((found - exact).abs() <= off * exact.abs() + 1e-5).all()
+        part = head.multiply(x[:, 0], layer.weight[100:207], layer.bias[100:207] if bias else None)
+        assert torch.equal(part, found[:, 0, 100:207]), "a piece has other bits than the whole"
+
+
+def test_what_the_heads_kernel_does_not_take_is_torchs():
+    layer = head.Head(64, 40, dtype=torch.bfloat16)
+    x = torch.randn(1, 64).bfloat16()
+    assert layer(x).requires_grad, "the weights do"
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16):
+        assert layer(x).dtype == torch.float16
+    wide = layer.float()
+    with torch.inference_mode():
+        assert torch.equal(wide(x.float()), torch.nn.functional.linear(x.float(), wide.weight, wide.bias))
+
+
+def test_a_packed_models_head_is_such_a_one_and_a_tied_one_stays_tied(tmp_path):
+    for name, tied in (("llama", False), ("gemma", True)):
+        write_checkpoint(tmp_path, build(name), GROUP)
+        model = awq.from_pretrained(tmp_path)
+        assert type(model.get_output_embeddings()) is head.Head
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+
+
+@pytest.mark.parametrize("name", ["qweight", "qzeros", "scales", "bias"])
+def test_weights_of_another_shape_are_never_read(name):
+    """The kernels read by addresses: what a user put in their place is looked at before."""
+    layer, x = awq.AwqLinear(64, 64, 32, True, torch.float32), torch.randn(1, 64)
+    held = getattr(layer, name).data
+    changed = [held[..., :4].clone()]
+    if name != "bias":  # which is made one of fp32
+        changed += [held.double(), held.t().contiguous().t()]
+    for wrong in changed:
+        places = layer._parameters if name == "bias" else layer._buffers
+        places[name] = torch.nn.Parameter(wrong) if name == "bias" else wrong
+        with torch.inference_mode(), pytest.raises(InvalidArgument, match=f"{name} is torch"):
+            layer(x)
