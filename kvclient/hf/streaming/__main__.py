@@ -27,6 +27,7 @@ from kvclient.hf.streaming import (
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import RESIDENCIES
 
+STEPS = {"progress": "rearranging", "loading": "loading"}
 UNITS = {"KiB": 10, "MiB": 20, "GiB": 30}
 
 
@@ -77,22 +78,32 @@ def said(speculation: Speculation | None) -> dict[str, object]:
     return {"speculation": {**figures, "speed_up": last.speed_up, "passes": last.passes, "off": last.off}}
 
 
+class Step:
+    """A line that says how far a step of loading has come, its rate and how long it will take."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first: tuple[float, int] | None = None  # when it was told, and of how much
+
+    def __call__(self, done: int, whole: int) -> None:
+        now = time.perf_counter()
+        began, first = self._first = self._first or (now, done)
+        line = f"\r{self._name}: {done / 2**20:.0f} of {whole / 2**20:.0f} MiB"
+        if done > first:
+            rate = (done - first) / max(now - began, 1e-3)
+            line += f", {rate / 2**20:.0f} MiB/s, {(whole - done) / rate:.0f} s left "
+        print(line, end="\n" if done == whole else "", file=sys.stderr, flush=True)
+
+
 def run(asked: argparse.Namespace) -> dict[str, object]:
     """Generates as the command line says: text, seconds, bytes and estimates by name."""
     began = time.perf_counter()
-
-    def told(done: int, whole: int) -> None:
-        took_s = time.perf_counter() - began
-        left_s = took_s * (whole - done) / max(1, done)
-        line = f"\rrearranging: {done / 2**20:.0f} of {whole / 2**20:.0f} MiB, "
-        line += f"{done / 2**20 / took_s:.0f} MiB/s, {left_s:.0f} s left "
-        print(line, end="\n" if done == whole else "", file=sys.stderr, flush=True)
-
     config = StreamingConfig(
         residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots,
         rearrange=not asked.no_rearrange, trace=asked.trace is not None,
     )  # fmt: skip
-    model = StreamingCausalLM.from_pretrained(asked.directory, config, progress=None if asked.json else told)
+    steps = {name: None if asked.json else Step(what) for name, what in STEPS.items()}
+    model = StreamingCausalLM.from_pretrained(asked.directory, config, **steps)
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked.directory, local_files_only=True)
     loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
     held, moved = stats["bytes_held"], stats["bytes_per_pass"]

@@ -7,7 +7,7 @@ or a place without a tensor, is an error that names it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,37 @@ def read(source: Source) -> torch.Tensor:
     if source.length:
         source.read_into(memoryview(found.view(-1).view(torch.uint8).numpy()))
     return found
+
+
+class Loading:
+    """Tells of the bytes that stay in memory as they come, and of all that will: of tensors outside of the
+    layers, and of the layers' parts that are not streamed. told: None, nobody asks.
+    """
+
+    def __init__(
+        self, told: Callable[[int, int], None] | None, outside: dict[str, Source],
+        layers: Sequence[dict[str, Part]], streamed: Sequence[Sequence[str]],
+    ) -> None:  # fmt: skip
+        self._told, self._done = told, 0
+        parts = [
+            part.length
+            for layer, away in zip(layers, streamed, strict=True)
+            for name, part in layer.items()
+            if name not in away
+        ]
+        self._whole = sum(source.length for source in outside.values()) + sum(parts)
+
+    def read(self, source: Source) -> torch.Tensor:
+        """As frame.read()."""
+        found = read(source)
+        self.tell(source.length)
+        return found
+
+    def tell(self, length: int) -> None:
+        """So many bytes more are there."""
+        self._done += length
+        if self._told is not None:
+            self._told(self._done, self._whole)
 
 
 def fill_outside(

@@ -26,7 +26,7 @@ from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
 from kvclient.hf.streaming.files.index import Arrangement, Part, Table, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
-from kvclient.hf.streaming.frame import name_of, put
+from kvclient.hf.streaming.frame import Loading, name_of, put
 from kvclient.hf.streaming.mover import DiskMover, pages
 from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.placement.costs import ROWS, Costs, products_s, with_threads
@@ -51,10 +51,12 @@ class StreamingCausalLM:
         directory: str | Path, config: StreamingConfig | None = None, *, dtype: torch.dtype | None = None,
         mover: Callable[[Arrangement], Mover] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        loading: Callable[[int, int], None] | None = None,
     ) -> torch.nn.Module:  # fmt: skip
         """The model of a directory or hub id with safetensors, AWQ or plain, in eval mode, on the CPU. dtype:
-        what it computes in; progress: told of layers rearranged and of all, the first time. Raises
-        InvalidArgument for a directory or a memory that will not do, StreamingFailed for a disk that refuses.
+        what it computes in; progress: told of bytes rearranged and of all, the first time; loading: of those
+        that came to stay in memory, and of all that will. Raises InvalidArgument for a directory or a memory
+        that will not do, StreamingFailed for a disk that refuses.
         """
         home = directory_of(directory)
         config = config or StreamingConfig()
@@ -80,11 +82,9 @@ class StreamingCausalLM:
         working = max((_copied(layer, model.dtype) for layer in arranged.layers), default=0)
         chosen = plan(config, sizes, outside + working, frame.sizes(tables), held)
         streamed = {names[role] for role in chosen.vocabulary}
-        rest = {
-            name: frame.read(source).to(model.dtype)
-            for name, source in others.items()
-            if name not in streamed
-        }
+        stay = {name: source for name, source in others.items() if name not in streamed}
+        came = Loading(loading, stay, arranged.layers, chosen.streamed)
+        rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
         layers = model.get_submodule(arranged.prefix)
         if len(layers) != len(arranged.layers):
             raise InvalidArgument(
@@ -96,7 +96,7 @@ class StreamingCausalLM:
         frame.keep_head_in_place(model)
         moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
         tables = {role: tables[role] for role in chosen.vocabulary}
-        _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved)
+        _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came)
         if (home / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
         return model.eval()
@@ -148,7 +148,7 @@ class Streams:
 
     def __init__(
         self, model: Any, layers: Any, arranged: Arrangement, tables: dict[str, Table], chosen: Plan,
-        config: StreamingConfig, mover: Mover,
+        config: StreamingConfig, mover: Mover, came: Loading,
     ) -> None:  # fmt: skip
         self.plan, self._dtype, self._layers, self._prefix = chosen, model.dtype, layers, arranged.prefix
         self._mover, self._model = mover, weakref.ref(model)
@@ -171,6 +171,7 @@ class Streams:
                     held = pages(parts[name].length)
                     mover.fill(number, parts[name].pieces, held)
                     put(places(layer, parts[name], held, self._dtype, copied=arranged.in_place))
+                    came.tell(parts[name].length)
         self._tables = tables
         self.embedding = self._head = None
         if "embedding" in tables:

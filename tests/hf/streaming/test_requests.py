@@ -1,12 +1,15 @@
 """Proves that whatever becomes of a request, a streamed model's slots come back and the next answer is right.
 
 Method: a tiny packed llama whose layers are read from the disk, beside the same model in memory: batches with
-padding on the left, answers that are cancelled or whose listener raises in the middle.
+padding on the left, pages and quantised blocks of a store, answers that are cancelled or whose listener
+raises in the middle.
 """
 
 import pytest
 import torch
 
+import kvclient
+import kvclient.hf
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
 from kvclient.hf.streaming.model import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
@@ -42,6 +45,19 @@ def test_rows_padded_on_the_left_say_what_they_say_in_memory(models):
     streamed, resident = models
     assert torch.equal(streamed.generate(**padded(), **OPTIONS), resident.generate(**padded(), **OPTIONS))
     all_back(streamed)
+
+
+@pytest.mark.parametrize("how", [{"paged": True, "paged_tokens": 256}, {"codec": "int8"}, {"codec": "int4"}])
+def test_pages_and_quantised_blocks_say_what_they_say_in_memory(models, how):
+    """With a store each: the second answer starts from what the first one published."""
+    ids, said = torch.arange(1, 100)[None] % 128, []
+    for model in models:
+        client = kvclient.InMemoryClient(64 << 20)
+        with kvclient.hf.attach(model, client, block_tokens=32, self_test=False, **how) as attachment:
+            said += [model.generate(ids, **OPTIONS) for _ in range(2)]
+            assert attachment.last.reused_tokens == 96
+    assert torch.equal(said[0], said[2]) and torch.equal(said[1], said[3])
+    all_back(models[0])
 
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError])

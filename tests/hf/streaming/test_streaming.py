@@ -69,6 +69,22 @@ def test_every_residency_has_the_same_bits(checkpoint):
         streams_of(model).close()
 
 
+def test_loading_is_told_of_what_stays_in_memory(checkpoint):
+    ends = {}
+    for residency in ("full_resident", "ffn_only_stream", "full_stream"):
+        told = []
+        config = StreamingConfig(residency=residency)
+        model = StreamingCausalLM.from_pretrained(
+            checkpoint, config, loading=lambda *now, told=told: told.append(now)
+        )
+        assert [done for done, _ in told] == sorted({done for done, _ in told})
+        assert {whole for _, whole in told} == {told[-1][0]}
+        ends[residency], moved = told[-1][0], streaming_stats(model)["bytes_per_pass"]
+        streams_of(model).close()
+    assert ends["full_resident"] > ends["ffn_only_stream"] > ends["full_stream"] > 0
+    assert ends["full_resident"] - ends["full_stream"] == moved
+
+
 def test_an_answer_reads_each_layer_once_a_pass(checkpoint):
     model = opened(checkpoint, "full_stream", n_staging_slots=2)
     answer(model)
@@ -142,6 +158,7 @@ def test_a_file_that_was_not_finished_is_written_anew(checkpoint):
     index.unlink()
     (checkpoint / "kvstored-streaming.bin.part").write_bytes(b"half")
     written = []
+
     def told(done, total):
         written.append((done, total))
 
