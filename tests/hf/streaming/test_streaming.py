@@ -23,6 +23,7 @@ import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, streaming_stats
+from kvclient.hf.streaming.__main__ import Step
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.scheduler import Scheduler
@@ -247,6 +248,15 @@ def test_the_command_prints_the_answer_and_the_ceiling(model_dir, tmp_path):
     assert all(span["dur"] >= 0 and span["ts"] >= 0 and span["tid"] in lines.values() for span in spans)
     computed = [span for span in spans if span["tid"] == lines["compute"]]
     assert len(computed) == 4 * len(found["stats"]["computed_s"])  # four passes
+
+
+def test_a_step_of_loading_says_how_far_it_is(capsys):
+    step = Step("loading")
+    for done in (1, 2, 3):
+        step(done << 20, 3 << 20)
+    said = capsys.readouterr().err
+    assert said.startswith("\rloading: 1 of 3 MiB\rloading: 2 of 3 MiB, ")
+    assert "MiB/s, " in said and said.endswith(" 0 s left \n")
 
 
 def test_the_command_names_a_directory_that_is_none():
