@@ -1,4 +1,5 @@
-"""Rows times a linear layer's weights, and rows over the root of the mean of their squares: fp32, the CPU.
+"""Rows times a linear layer's weights, and rows over the root of the mean of their squares: fp32, the CPU;
+a few rows times a matrix in 16 bits.
 
 Owns the checks of shapes and types that the native calls cannot do. Never copies an operand. Invariant: a
 row's result has the same bits whatever rows stand beside it and however many threads.
@@ -12,6 +13,9 @@ import numpy as np
 
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract
+
+HALVES = {"float16": contract.F16, "uint16": contract.BF16}
+HALVES_ROWS = 16  # of x in a call; native/kernels.h has it as KVK_PRODUCT_ROWS
 
 
 def multiply(
@@ -40,6 +44,29 @@ def multiply(
         x.ctypes.data, w.ctypes.data, _at(up), _at(bias), _at(up_bias), out.ctypes.data, inputs, outputs,
     )  # fmt: skip
     contract.check(contract.cpu().kvk_linear_multiply(byref(args)))
+    return out
+
+
+def multiply_halves(x: np.ndarray, weights: np.ndarray, threads: int = 1, path: str = "auto") -> np.ndarray:
+    """x float32 [rows, inputs] times weights [outputs, inputs] of float16, or bfloat16 as its bits (uint16):
+    float32 [rows, outputs], summed in float32. Raises InvalidArgument for anything else.
+    """
+    if weights.ndim != 2 or str(weights.dtype) not in HALVES or not weights.flags.c_contiguous:
+        raise InvalidArgument(
+            f"weights are {weights.dtype}{list(weights.shape)}; expected [outputs, inputs] in 16 bits"
+        )
+    outputs, inputs = weights.shape
+    if x.dtype != "float32" or x.ndim != 2 or x.shape[1] != inputs or not x.flags.c_contiguous:
+        raise InvalidArgument(f"x is {x.dtype}{list(x.shape)}; expected float32 rows of {inputs}, contiguous")
+    out = np.empty((len(x), outputs), np.float32)
+    for start in range(0, len(x), HALVES_ROWS):
+        rows, at = min(HALVES_ROWS, len(x) - start), 4 * start
+        args = contract.Product(
+            sizeof(contract.Product), contract.ABI, inputs, outputs, rows, HALVES[str(weights.dtype)],
+            contract.path_number(path), threads, weights.ctypes.data, x.ctypes.data + at * inputs,
+            out.ctypes.data + at * outputs, 2 * inputs, 4 * inputs, 4 * outputs,
+        )  # fmt: skip
+        contract.check(contract.cpu().kvk_multiply(byref(args)))
     return out
 
 

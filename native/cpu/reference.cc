@@ -170,7 +170,7 @@ void product_naively(const kvk_product& a, uint32_t start, uint32_t stop) {
 
 }  // namespace
 
-const Path kReferencePath{"reference",      quantise_rows,  dequantise_rows, rotate_rows,       attend_naively,
-                          multiply_naively, unpack_naively, linear_naively,  normalise_naively, turn_naively, product_naively};
+const Path kReferencePath{"reference",    quantise_rows,  dequantise_rows,   rotate_rows,  attend_naively, multiply_naively,
+                          unpack_naively, linear_naively, normalise_naively, turn_naively, product_naively};
 
 }  // namespace kvk

@@ -14,7 +14,7 @@ import torch
 
 from kvclient.hf.attention.backends import ENVIRONMENT
 from kvclient.hf.awq.linear import cpu_kernels
-from kvclient.kernels import product
+from kvclient.kernels import linear
 
 ROWS = 8  # of more, torch's product is the faster one
 TYPES = (torch.bfloat16, torch.float16)
@@ -29,9 +29,9 @@ class Head(torch.nn.Linear):
 
 
 def give(model: Any) -> None:
-    """The model's head, if it is a stock Linear, becomes such a one."""
+    """The model's head, if it is a stock Linear in 16 bits, becomes such a one."""
     stock = model.get_output_embeddings()
-    if type(stock) is not torch.nn.Linear:
+    if type(stock) is not torch.nn.Linear or stock.weight.dtype not in TYPES:
         return
     made = Head(stock.in_features, stock.out_features, stock.bias is not None, device="meta")
     made.weight, made.bias = stock.weight, stock.bias
@@ -48,7 +48,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
         held = bits.view(torch.int16).numpy().view("uint16")
     else:
         held = bits.numpy()
-    out = torch.from_numpy(product.multiply(rows, held, torch.get_num_threads()))
+    out = torch.from_numpy(linear.multiply_halves(rows, held, torch.get_num_threads()))
     out = out if bias is None else out + bias.detach().float()
     return out.to(x.dtype).reshape(*x.shape[:-1], len(weight))
 

@@ -339,7 +339,8 @@ def test_what_the_heads_kernel_does_not_take_is_torchs():
 def test_a_packed_models_head_is_such_a_one_and_a_tied_one_stays_tied(tmp_path):
     for name, tied in (("llama", False), ("gemma", True)):
         write_checkpoint(tmp_path, build(name), GROUP)
-        model = awq.from_pretrained(tmp_path)
+        assert type(awq.from_pretrained(tmp_path).get_output_embeddings()) is torch.nn.Linear, "fp32"
+        model = awq.from_pretrained(tmp_path, torch.bfloat16)
         assert type(model.get_output_embeddings()) is head.Head
         assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
 

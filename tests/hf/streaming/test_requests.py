@@ -10,6 +10,7 @@ import torch
 
 import kvclient
 import kvclient.hf
+from kvclient.hf import awq
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
 from kvclient.hf.streaming.model import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
@@ -104,3 +105,23 @@ def test_a_prompts_last_row_meets_the_head_where_it_lies(models, which):
     copied = [event for event in profile.events() if event.name in ("aten::copy_", "aten::bmm")]
     sizes = [torch.Size(shape).numel() for event in copied for shape in event.input_shapes]
     assert sizes and max(sizes) < whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_in_sixteen_bits_every_residency_has_the_same_bits(tmp_path, dtype, rows):
+    """The head among them: whole, and in pieces, which few rows meet by a product of its own."""
+    write_checkpoint(tmp_path, tiny_llama(2).to(dtype), 32)
+    wanted, ids = awq.from_pretrained(tmp_path), torch.arange(1, 12)[None].repeat(2, 1)
+    parts = {"full_resident": {}, "full_stream": {}, "auto": {"memory": 1 << 30}}
+    for residency, more in parts.items():
+        config = StreamingConfig(residency=residency, **more)
+        model = StreamingCausalLM.from_pretrained(tmp_path, config)
+        with torch.inference_mode():
+            for kept in (0, rows):
+                found, want = (
+                    each(ids[: 1 + (rows > 8)], logits_to_keep=kept).logits for each in (model, wanted)
+                )
+                assert torch.equal(found, want), (residency, kept)
+        assert torch.equal(model.generate(ids, **OPTIONS), wanted.generate(ids, **OPTIONS))
+        streams_of(model).close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvclient.errors import InvalidArgument
-from kvclient.kernels import contract, product
+from kvclient.kernels import contract, linear
 
 HERE = [name for name in contract.PATHS[1:] if contract.lacks(name) is None]
 ALIKE = [name for name in HERE if name != "reference"]  # which sums in double
@@ -29,21 +29,23 @@ def matrix(dtype, outputs, inputs):
 def test_rows_times_a_matrix(path, dtype, outputs, inputs):
     weights, numbers = matrix(dtype, outputs, inputs)
     x = np.random.default_rng(1).standard_normal((17, inputs)).astype(np.float32)
-    whole = product.multiply(x, weights, path=path)
+    whole = linear.multiply_halves(x, weights, path=path)
     bound = 2.0**-20 * (np.abs(x).astype(np.float64) @ np.abs(numbers).T)
     assert (np.abs(whole - x.astype(np.float64) @ numbers.T) <= bound).all()
     for rows in range(17):
-        alone = product.multiply(x[:rows], weights, threads=rows % 4, path=path)
+        alone = linear.multiply_halves(x[:rows], weights, threads=rows % 4, path=path)
         assert np.array_equal(alone, whole[:rows]), rows
     for start, stop in ((0, outputs), (outputs // 3, outputs), (outputs // 2, outputs // 2 + 1)):
-        assert np.array_equal(product.multiply(x[:5], weights[start:stop], path=path), whole[:5, start:stop])
+        assert np.array_equal(
+            linear.multiply_halves(x[:5], weights[start:stop], path=path), whole[:5, start:stop]
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_more_than_one_task_on_several_threads(dtype):
     weights, numbers = matrix(dtype, 3001, 512)
     x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
-    found = [product.multiply(x, weights, threads, path) for path in ALIKE for threads in (1, 2, 5)]
+    found = [linear.multiply_halves(x, weights, threads, path) for path in ALIKE for threads in (1, 2, 5)]
     assert np.abs(found[0] - x @ numbers.T).max() <= 1e-3
     assert all(np.array_equal(found[0], other) for other in found[1:]), "paths but the naive one agree"
 
@@ -53,9 +55,9 @@ def test_more_than_one_task_on_several_threads(dtype):
 def test_what_is_no_number_stays_in_its_row_or_its_output(path, wrong):
     weights, _ = matrix("float16", 24, 64)
     x = np.ones((4, 64), np.float32)
-    well = product.multiply(x, weights, path=path)
+    well = linear.multiply_halves(x, weights, path=path)
     x[2, 5], weights[7, 3] = wrong, wrong
-    found = product.multiply(x, weights, path=path)
+    found = linear.multiply_halves(x, weights, path=path)
     assert not np.isfinite(found[2]).any() and not np.isfinite(found[:, 7]).any()
     kept = np.ix_([0, 1, 3], [i for i in range(24) if i != 7])
     assert np.array_equal(found[kept], well[kept])
@@ -71,4 +73,4 @@ def test_what_does_not_fit_is_refused():
         ((x[:, :16], weights), "x is float32"),
     ):
         with pytest.raises(InvalidArgument, match=said):
-            product.multiply(*args)
+            linear.multiply_halves(*args)
