@@ -168,7 +168,7 @@ class Loading:
         self.tell(0)
 
     def read(self, source: Source) -> torch.Tensor:
-        """As frame.read()."""
+        """The tensor, of the source's shape, as read() gives it."""
         found = read(source)
         self.tell(source.length)
         return found
