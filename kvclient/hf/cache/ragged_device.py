@@ -89,9 +89,9 @@ class RaggedDeviceLayer(RaggedLayer):
         table = Table(
             rows, storages[0].device, heads, self._heads, first.shape.head_dim, tails, (starts,), first.dtype
         )
-        self._tables[self.index] = ([weakref.ref(one) for one in used], table)
+        self._tables[self.index] = ([weakref.ref(layer) for layer in used], table)
         return table
 
     @staticmethod
     def _same(refs: Sequence[Any], used: Sequence[Any]) -> bool:
-        return len(refs) == len(used) and all(ref() is one for ref, one in zip(refs, used, strict=True))
+        return len(refs) == len(used) and all(ref() is held for ref, held in zip(refs, used, strict=True))
