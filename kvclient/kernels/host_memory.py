@@ -9,6 +9,7 @@ from it or to it; never more than `most_bytes` are registered, but for those in 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from kvclient.kernels import contract
 
 WINDOW_BYTES = 64 << 20  # registered at once
-MOST_REGISTERED_BYTES = 16 << 30
+MOST_REGISTERED_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 MREMAP_MAYMOVE = 1
 FAILED = ctypes.c_void_p(-1).value
 

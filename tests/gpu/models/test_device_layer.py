@@ -97,7 +97,7 @@ def test_quantised_blocks_stay_as_they_are(place, client, left, codec):
 def test_layers_come_beside_the_model(place, client, monkeypatch, readable):
     """By a thread, as while blocks are still being written; through the ring where no map can be read."""
     if not readable:
-        monkeypatch.setattr(HostMemory, "take", lambda self, source: None)
+        monkeypatch.setattr(HostMemory, "take", lambda self, *_: None)
     model, ids = model_on(place, "llama"), prompt(61).to(place)
     made = []
     monkeypatch.setattr(

@@ -6,6 +6,8 @@ before, under the blocks of a real client; a layer that was told of too early, o
 under a copy, shows in the bytes.
 """
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -67,17 +69,16 @@ def storage(layer):
 
 def test_a_layer_is_told_of_when_it_is_there(library, publisher, monkeypatch):
     writer, client, chain = publisher
-    monkeypatch.setattr(outgoing, "MOST_BYTES", 1)  # each waits for the one before it
+    monkeypatch.setattr(outgoing, "MOST_BYTES", 1)  # who sends waits
     writer.claim(chain, 0, 0, 0)
     followed = client.get(chain, follow=True)
     for layer in range(LAYERS):
         writer.written(layer, 0, 4 * TOKENS, storage(layer), 0)
-        assert [slot.layers for slot in writer._slots] == [layer] * 4
+        assert [slot.layers for slot in writer._slots] == [layer + 1] * 4
         for view, start in zip(followed, range(0, 4 * TOKENS, TOKENS), strict=True):
-            if layer:
-                view.wait_layer(layer - 1, 1)
-                wanted = storage(layer - 1)[:, 0, :, start : start + TOKENS]
-                assert np.array_equal(view.layer(layer - 1), wanted)
+            view.wait_layer(layer, 60)
+            wanted = storage(layer)[:, 0, :, start : start + TOKENS]
+            assert np.array_equal(view.layer(layer), wanted)
     followed.release()
     writer.seal()
     found = client.get(chain)
@@ -89,12 +90,27 @@ def test_a_layer_is_told_of_when_it_is_there(library, publisher, monkeypatch):
     writer.abort()
 
 
+def test_who_sends_does_not_wait(library, publisher, monkeypatch):
+    """Registering is slow, and the model goes on; no layer is told of before its turn."""
+    writer, client, chain = publisher
+    going, told = threading.Event(), library.kvk_host_register
+    monkeypatch.setattr(library, "kvk_host_register", lambda *args: going.wait(60) and told(*args))
+    writer.claim(chain, 0, 0, 0)
+    for layer in range(LAYERS):
+        writer.written(layer, 0, 4 * TOKENS, storage(layer), 0)
+        assert [slot.layers for slot in writer._slots] == [0] * 4
+    going.set()
+    writer.seal()
+    for number, view in enumerate(client.get(chain)):
+        part = storage(1)[:, 0, :, number * TOKENS : (number + 1) * TOKENS]
+        assert np.array_equal(view.layer(1), part)
+
+
 def test_what_is_given_back_is_written_by_nobody(library, publisher):
     writer, client, chain = publisher
     writer.claim(chain, 0, 0, 0)
     memory = [slot.block.layer(0) for slot in writer._slots]
     writer.written(0, 0, 4 * TOKENS, storage(0), 0)
-    assert not any(part.any() for part in memory) and library.streams
     writer.abort()
     assert not library.streams and all(part.any() for part in memory)
     assert client.lookup(chain).resident == 0
