@@ -49,10 +49,12 @@ def of_attention(module: Any) -> Callable[..., Any]:
         cos, sin = position_embeddings or (None, None)
         if not (fits(cos, hidden_states) and takes(hidden_states, module.q_proj.weight)):
             return usual(module, hidden_states, position_embeddings, attention_mask, **kwargs)
+        query, key = module.q_proj(hidden_states), module.k_proj(hidden_states)
+        if not (is_fresh(query) and is_fresh(key)):  # of a layer that an adapter took the place of since
+            return usual(module, hidden_states, position_embeddings, attention_mask, **kwargs)
         cache = kwargs.pop(CACHE, None)
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, head_dim)
-        query, key = module.q_proj(hidden_states), module.k_proj(hidden_states)
         value = module.v_proj(hidden_states).view(heads).transpose(1, 2)
         turn(query, key, cos, sin)
         query, key = query.view(heads).transpose(1, 2), key.view(heads).transpose(1, 2)
@@ -74,6 +76,12 @@ def of_attention(module: Any) -> Callable[..., Any]:
 def fits(cos: torch.Tensor | None, hidden: torch.Tensor) -> bool:
     """Whether cos [..., head_dim] has a row of fp32 for each of hidden [..., inputs]."""
     return cos is not None and cos.dtype is torch.float32 and cos.shape[:-1] == hidden.shape[:-1]
+
+
+def is_fresh(states: torch.Tensor) -> bool:
+    """Whether states [..., heads * head_dim] may be written: whole rows of fp32, and no gradient wanted."""
+    plain = states.dtype is torch.float32 and states.is_contiguous()
+    return plain and not (torch.is_grad_enabled() and states.requires_grad)
 
 
 def turn(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

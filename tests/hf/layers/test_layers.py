@@ -61,6 +61,38 @@ def test_llamas_attention_is_computed_and_no_other():
             assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), said)
 
 
+class Adapted(torch.nn.Module):
+    """A layer with an adapter round it, which is trained while the layer is not."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.scale = layer, torch.nn.Parameter(torch.full((), 1.5))
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+def test_queries_that_a_gradient_is_wanted_of_are_not_written():
+    """An adapter put in after the layers were exchanged: its gradient is the one without the kernels."""
+    gradients = []
+    for exchanged in (False, True):
+        model = build(
+            "llama", layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32
+        )
+        model.requires_grad_(False)
+        if exchanged:
+            layers.install(model)
+        attention = model.model.layers[0].self_attn
+        attention.q_proj = adapted = Adapted(attention.q_proj)
+        model(input_ids=prompt(20)).logits.square().mean().backward()
+        gradients.append(adapted.scale.grad)
+    assert torch.allclose(*gradients, rtol=1e-3)
+
+
 def changed_of(kind):
     model = build(kind, layers=2)
     layers.install(model)
