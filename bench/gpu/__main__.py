@@ -208,7 +208,8 @@ OPEN = """## What was tried there besides
 On 2026-11-26, on one H200 lent for minutes (driver 580, CUDA 13.0, Python 3.12, transformers 5.17), by
 `.ci/gpu tests`:
 
-- all tests marked `gpu`, but those of wgmma, which is not written: kernels, whole models, pages, the transfer;
+- all tests marked `gpu`, but those of wgmma, which is not written: kernels, whole models, pages, the
+  transfer;
 - decode steps are captured as CUDA graphs and replayed;
 - shared maps, read-only ones too, are registered: 0 MB bounced above;
 - compute-sanitizer's memcheck over a choice of the kernels' tests: no error. `make gpu-sanitize` whole, and
