@@ -6,10 +6,17 @@
 namespace kvk {
 
 extern template int launch<Naive>(const Attention&, const Grid&);
-extern template int launch<Decode<64>>(const Attention&, const Grid&);
-extern template int launch<Decode<96>>(const Attention&, const Grid&);
-extern template int launch<Decode<128>>(const Attention&, const Grid&);
-extern template int launch<Decode<256>>(const Attention&, const Grid&);
+extern template int launch<Decode<64, 4>>(const Attention&, const Grid&);
+extern template int launch<Decode<64, 8>>(const Attention&, const Grid&);
+extern template int launch<Decode<64, 16>>(const Attention&, const Grid&);
+extern template int launch<Decode<96, 4>>(const Attention&, const Grid&);
+extern template int launch<Decode<96, 8>>(const Attention&, const Grid&);
+extern template int launch<Decode<96, 16>>(const Attention&, const Grid&);
+extern template int launch<Decode<128, 4>>(const Attention&, const Grid&);
+extern template int launch<Decode<128, 8>>(const Attention&, const Grid&);
+extern template int launch<Decode<128, 16>>(const Attention&, const Grid&);
+extern template int launch<Decode<256, 4>>(const Attention&, const Grid&);
+extern template int launch<Decode<256, 8>>(const Attention&, const Grid&);
 extern template int launch<Prefill<64, 1>>(const Attention&, const Grid&);
 extern template int launch<Prefill<64, 2>>(const Attention&, const Grid&);
 extern template int launch<Prefill<96, 1>>(const Attention&, const Grid&);

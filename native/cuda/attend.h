@@ -57,11 +57,19 @@ int plan_for(const kvk_attention& a, const Device& device, bool cut, Plan* plan)
   return KVK_OK;
 }
 
+template <uint32_t kDim>
+int plan_decode(const kvk_attention& a, const Device& device, Plan* plan) {
+  const uint64_t rows = static_cast<uint64_t>(a.query_tokens) * (a.query_heads / a.kv_heads);
+  if (rows <= 4) return plan_for<Decode<kDim, 4>>(a, device, true, plan);
+  if constexpr (kDim <= 128)
+    if (rows > 8) return plan_for<Decode<kDim, 16>>(a, device, true, plan);
+  return plan_for<Decode<kDim, 8>>(a, device, true, plan);  // more do not fit into the registers of 256 channels
+}
+
 inline int plan_decode(const kvk_attention& a, const Device& device, Plan* plan) {
-  if (a.head_dim <= 64) return plan_for<Decode<64>>(a, device, true, plan);
-  if (a.head_dim <= 96) return plan_for<Decode<96>>(a, device, true, plan);
-  if (a.head_dim <= 128) return plan_for<Decode<128>>(a, device, true, plan);
-  return plan_for<Decode<256>>(a, device, true, plan);
+  if (a.head_dim <= 64) return plan_decode<64>(a, device, plan);
+  if (a.head_dim <= 96) return plan_decode<96>(a, device, plan);
+  return a.head_dim <= 128 ? plan_decode<128>(a, device, plan) : plan_decode<256>(a, device, plan);
 }
 
 // 128 rows where there are so many and the device's blocks have the room, else 64.

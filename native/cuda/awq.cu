@@ -1,11 +1,12 @@
 // AWQ linear layers: repack once, multiply up to 64 rows on the tensor cores, dequantise for more.
 //
-// Never allocates, never waits. A block of threads owns one or two strips of 16 outputs; its eight warps share out the groups of
-// inputs and add up at the end, in an order that depends on nothing. Invariant: what passes the checks keeps every index inside
-// what the caller described.
+// Never allocates, never waits. Up to 16 rows a block of threads owns one or two strips of 16 outputs; its eight warps share out
+// the groups of inputs and add up at the end, in an order that depends on nothing. More rows: cuda/awq_rows.h. Invariant: what
+// passes the checks keeps every index inside what the caller described.
 #include "cuda/awq_tile.h"
 
 #include "cuda/awq_checks.h"
+#include "cuda/awq_rows.h"
 #include "cuda/errors.h"
 #include "cuda/rows_tile.h"
 
@@ -198,11 +199,48 @@ int launch_rows(const kvk_awq& a) {
   return launch_strips<Dtype, RowTiles, 1>(a);
 }
 
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSM) multiply_many(const __grid_constant__ kvk_awq a) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  Kernel::run(a, memory);
+}
+
+template <class Kernel>
+int launch_many(const kvk_awq& a) {
+  if (int status = checked(cudaFuncSetAttribute(multiply_many<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(Kernel::kSharedBytes)),
+                           "shared memory for awq"))
+    return status;
+  const uint32_t blocks = (a.outputs + Kernel::kOutputs - 1) / Kernel::kOutputs;
+  multiply_many<Kernel><<<blocks, Kernel::kThreads, Kernel::kSharedBytes, static_cast<cudaStream_t>(a.stream)>>>(a);
+  return launched("awq multiply_many");
+}
+
+// As many outputs a block as leave enough blocks for the multiprocessors.
+template <int Dtype>
+int launch_many_rows(const kvk_awq& a, uint64_t shared_block) {
+  if (ManyRows<Dtype, 8, 1>::kSharedBytes > shared_block)
+    return a.rows <= 32 ? launch_rows<Dtype, 4>(a) : launch_rows<Dtype, 8>(a);
+  constexpr uint32_t kEnough = 96;
+  if (a.rows <= 32) {  // two blocks for each
+    if (a.outputs >= 4 * kEnough * ManyRows<Dtype, 4, 4>::kOutputs) return launch_many<ManyRows<Dtype, 4, 4>>(a);
+    if (a.outputs >= 2 * kEnough * ManyRows<Dtype, 4, 2>::kOutputs) return launch_many<ManyRows<Dtype, 4, 2>>(a);
+    return launch_rows<Dtype, 4>(a);
+  }
+  if (a.outputs >= kEnough * ManyRows<Dtype, 8, 4>::kOutputs) return launch_many<ManyRows<Dtype, 8, 4>>(a);
+  if (a.outputs >= kEnough * ManyRows<Dtype, 8, 2>::kOutputs) return launch_many<ManyRows<Dtype, 8, 2>>(a);
+  return launch_many<ManyRows<Dtype, 8, 1>>(a);
+}
+
 template <int Dtype>
 int launch(const kvk_awq& a) {
   if (a.rows <= 8) return launch_rows<Dtype, 1>(a);
   if (a.rows <= 16) return launch_rows<Dtype, 2>(a);
-  return a.rows <= 32 ? launch_rows<Dtype, 4>(a) : launch_rows<Dtype, 8>(a);
+  int device = 0, shared = 0;
+  if (int status = checked(cudaGetDevice(&device), "the current device")) return status;
+  if (int status = checked(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "its shared memory"))
+    return status;
+  return launch_many_rows<Dtype>(a, static_cast<uint64_t>(shared));
 }
 
 int check_device(const kvk_awq& a) {

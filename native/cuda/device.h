@@ -82,6 +82,8 @@ KVK_DEVICE_FN float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+KVK_DEVICE_FN float larger_of(float x, float y) { return fmaxf(x, y); }  // a NaN is passed over
+KVK_DEVICE_FN float size_of(float x) { return fabsf(x); }
 KVK_DEVICE_FN float log2_fast(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -112,6 +114,28 @@ KVK_DEVICE_FN void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, 
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
+}
+// The same of whole numbers: a[16][32] from 0 to 255, b[32][8] from -128 to 127. Lane 4 g + t holds of a row g (a[0], a[2]) and
+// g + 8, columns 4t .. 4t + 3 and, in a[2] and a[3], 16 more; of b the same as rows, column g.
+KVK_DEVICE_FN void mma_u8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  const uint32_t b[2] = {b0, b1};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i)
+    asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                 : "+r"(c[i % 2 * 2]), "+r"(c[i % 2 * 2 + 1])
+                 : "r"(a[i]), "r"(b[i / 2]));
+#endif
+}
+// A word of an 8 x 8 matrix of 16-bit elements, row lane / 4, elements 2 (lane % 4) and the next, becomes that of the transposed.
+KVK_DEVICE_FN uint32_t transposed(uint32_t word) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+  return out;
 }
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and gets of each matrix row
 // l / 4, elements 2 (l % 4) and the next; transposed: column l / 4, rows 2 (l % 4) and the next.
@@ -170,6 +194,8 @@ inline uint32_t add_atomically(uint32_t* to, uint32_t value) {
 inline void fence_device() {}
 inline void forget_memory() {}
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float larger_of(float x, float y) { return std::fmax(x, y); }
+inline float size_of(float x) { return std::fabs(x); }
 inline float log2_fast(float x) { return std::log2(x); }
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
@@ -179,6 +205,8 @@ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
 }
 void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+void mma_u8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+uint32_t transposed(uint32_t word);
 void load_matrices(uint32_t (&m)[4], const void* row);
 void load_matrices_transposed(uint32_t (&m)[4], const void* row);
 
@@ -195,10 +223,22 @@ constexpr uint32_t kSharedMost = 227 << 10;
 KVK_DEVICE_FN uint32_t lane_index() { return thread_index() % 32; }
 KVK_DEVICE_FN uint32_t warp_index() { return thread_index() / 32; }
 
+// Over the eight lanes 4 g + t of the same t, which hold a column of an mma's result.
+KVK_DEVICE_FN float largest_of_column(float x) {
+#pragma unroll
+  for (uint32_t mask = 4; mask < 32; mask *= 2) x = larger_of(x, shuffle_xor(x, mask));
+  return x;
+}
+KVK_DEVICE_FN float sum_of_column(float x) {
+#pragma unroll
+  for (uint32_t mask = 4; mask < 32; mask *= 2) x += shuffle_xor(x, mask);
+  return x;
+}
+
 // Over the four lanes 4 g .. 4 g + 3 that hold a row of an mma's result.
 KVK_DEVICE_FN float largest_of_row(float x) {
-  const float y = shuffle_xor(x, 1), larger = x > y ? x : y, z = shuffle_xor(larger, 2);
-  return larger > z ? larger : z;
+  x = larger_of(x, shuffle_xor(x, 1));
+  return larger_of(x, shuffle_xor(x, 2));
 }
 KVK_DEVICE_FN float sum_of_row(float x) {
   x += shuffle_xor(x, 1);

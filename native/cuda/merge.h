@@ -39,7 +39,7 @@ KVK_DEVICE_FN void merge_rows(const Partials& parts, uint32_t rows, Use use) {
     for (uint32_t mask = 16; mask != 0; mask /= 2) row_sum += shuffle_xor(row_sum, mask);
     for (uint32_t channel = 4 * lane_index(); channel < parts.width; channel += 128) {
       float sum[4] = {0, 0, 0, 0};
-#pragma unroll 4
+#pragma unroll 16
       for (uint32_t i = 0; i < parts.count; ++i) {
         const float factor = factor_of(parts.reference(i, row), reference);
         const auto part = *reinterpret_cast<const Floats4*>(parts.sums(i, row) + channel);

@@ -62,9 +62,11 @@ struct Naive {
     for (uint32_t i = lane; i < p.a.head_dim; i += 32) q[i] = element(p.a.dtype, query_row(p, work, row), i);
     sync_warp();
     const int64_t position = position_of(p, work, row);
-    TileIterator tiles(p.a, p.a.sequences[work.batch], *state, 0, ~uint64_t{0} >> 1, 1, [&](uint32_t) { return position; });
+    const kvk_sequence& sequence = p.a.sequences[work.batch];
+    TileIterator tiles(p.a, sequence, count_keys(sequence), *state, 0, ~uint64_t{0} >> 1, 1, [&](uint32_t) { return position; });
     Sums sums;
-    for (Tile tile = tiles.next(64, 64); tile.count != 0; tile = tiles.next(64, 64)) {
+    const auto wide = [](Kind, const kvk_segment&) { return 64u; };
+    for (Tile tile = tiles.next(wide); tile.count != 0; tile = tiles.next(wide)) {
       const kvk_segment& s = tiles.segment(tile);
       float turned[kSlots];
 #pragma unroll

@@ -107,10 +107,14 @@ struct Prefill {
     const int64_t stride = values ? s.v_token_stride : s.k_token_stride;
     uint8_t* to = b.shared + (values ? kValuesAt : kKeysAt);
     switch (tile.kind) {
-      case kInt8: return load_rows<kDim, kInt8, kTokens, kThreads>(b.p.a, s, from, stride, tile, to, kDim, thread_index());
-      case kInt4: return load_rows<kDim, kInt4, kTokens, kThreads>(b.p.a, s, from, stride, tile, to, kDim / 2, thread_index());
-      case kBf16: return load_rows<kDim, kBf16, kTokens, kThreads>(b.p.a, s, from, stride, tile, to, kStride, thread_index());
-      default: return load_rows<kDim, kHalf, kTokens, kThreads>(b.p.a, s, from, stride, tile, to, kStride, thread_index());
+      case kInt8:
+        return load_rows<kDim, kInt8, kTokens, kThreads>(b.p.a, s, from, stride, tile, to, RowsOf<kDim>{}, thread_index());
+      case kInt4:
+        return load_rows<kDim, kInt4, kTokens, kThreads>(b.p.a, s, from, stride, tile, to, RowsOf<kDim / 2>{}, thread_index());
+      case kBf16:
+        return load_rows<kDim, kBf16, kTokens, kThreads>(b.p.a, s, from, stride, tile, to, RowsOf<kStride>{}, thread_index());
+      default:
+        return load_rows<kDim, kHalf, kTokens, kThreads>(b.p.a, s, from, stride, tile, to, RowsOf<kStride>{}, thread_index());
     }
   }
 
@@ -269,6 +273,8 @@ struct Prefill {
     }
   }
 
+  static KVK_DEVICE_FN uint32_t wide(Kind, const kvk_segment&) { return kTokens; }
+
   // One tile: K is there or on its way; V is asked for while K is multiplied, the next tile's K while V is. Returns the next
   // tile.
   template <bool kBf16Operands, bool kCodes>
@@ -282,17 +288,18 @@ struct Prefill {
     sync_block();  // K is there for all, V's place is free
     load_any(b, s, tile, true);
     copy_commit();
-    uint32_t token = 0;
-    if (kCodes && thread_index() < kTokens) token = load_token_scale(s, b.work.kv_head, tile, thread_index());
+    TokenWords token{};
+    if (kCodes && thread_index() < kTokens) token = load_token_words(s, b.work.kv_head, tile, thread_index());
     if constexpr (kCodes) expand_any<false>(b, s, tile);
     float score[kMTiles][kBlocks][4];
     scores<kBf16Operands>(b.shared, score);
-    if (kCodes && thread_index() < kTokens) b.tokens()[thread_index()] = token_scale(token, tile.kind == kInt8 ? 128.0f : 8.0f);
+    if (kCodes && thread_index() < kTokens)
+      b.tokens()[thread_index()] = token_scale(token.both(), tile.kind == kInt8 ? 128.0f : 8.0f);
     copy_wait<0>();
     sync_block();  // V is there for all, K's place is free
     uint32_t weight[kMTiles][kBlocks / 2][4];
     online_softmax<kBf16Operands, kCodes>(b, tiles, tile, score, weight, state);
-    const Tile then = tiles.next(kTokens, kTokens);
+    const Tile then = tiles.next(wide);
     if (then.count != 0) load_any(b, tiles.segment(then), then, false);
     copy_commit();
     if constexpr (kCodes) expand_any<true>(b, s, tile);
@@ -325,7 +332,8 @@ struct Prefill {
   static KVK_DEVICE_FN void attend(const Attention& p, uint8_t* shared) {
     const Work work = work_of(p, kRows);
     const kvk_sequence& sequence = p.a.sequences[work.batch];
-    const uint64_t keys = keys_of(sequence), each = (keys + p.splits - 1) / p.splits;
+    const Counted counted = count_keys(sequence);
+    const uint64_t keys = counted.all, each = (keys + p.splits - 1) / p.splits;
     const uint64_t step = each < 256 ? 256 : (each + kTokens - 1) / kTokens * kTokens;
     const auto used = static_cast<uint32_t>((keys + step - 1) / step);
     if (work.split > 0 && work.split >= used) return;
@@ -340,9 +348,9 @@ struct Prefill {
     state.held_turn = nullptr, state.held_half = 2;
 
     auto* place = reinterpret_cast<TileIteratorState*>(shared + kIteratorsAt) + warp_index();
-    TileIterator tiles(p.a, sequence, *place, work.split * step, (work.split + 1) * step, b.rows,
+    TileIterator tiles(p.a, sequence, counted, *place, work.split * step, (work.split + 1) * step, b.rows,
                        [&](uint32_t row) { return b.position(row); });
-    Tile tile = tiles.next(kTokens, kTokens);
+    Tile tile = tiles.next(wide);
     if (tile.count != 0) load_any(b, tiles.segment(tile), tile, false);
     copy_commit();
     while (tile.count != 0) {

@@ -1,8 +1,8 @@
 // A warp's way over the segments of a sequence, one tile of keys after the other, in device memory.
 //
 // Owns which keys a split has and where they lie. Two descriptions are held in shared memory, of the segment that is computed
-// and of the one that is loaded; the next one is on its way into registers. Invariant: a tile lies in one segment; one of 32
-// codes at most also in one group of tokens that share K's scales, since it begins at a multiple of 32 or ends there.
+// and of the one that is loaded; the next one is on its way into registers. Invariant: a tile lies in one segment; one of
+// codes does not pass a multiple of its width, and so not the end of a group of tokens that share K's scales if it divides that.
 #pragma once
 
 #include "cuda/attention.h"
@@ -27,16 +27,30 @@ struct Tile {
   int64_t first_key;  // position of the first
 };
 
-// The keys of a sequence, and a split of them, counted through the segments, then the tail.
-KVK_DEVICE_FN uint64_t keys_of(const kvk_sequence& sequence) {
+// The keys of a sequence, counted through the segments, then the tail: all of them, those of the run of segments that this lane
+// looks at, and those before it.
+struct Counted {
+  uint64_t all, before, of_run;
+};
+
+KVK_DEVICE_FN Counted count_keys(const kvk_sequence& sequence) {
   const uint32_t lane = lane_index();
-  uint64_t keys = lane == 0 ? sequence.tail.tokens : 0;
-  for (uint64_t i = lane; i < sequence.count; i += 32) keys += sequence.segments[i].tokens;
-  for (uint32_t mask = 16; mask != 0; mask /= 2) keys += shuffle_xor(keys, mask);
-  return keys;
+  const uint64_t run = (sequence.count + 31) / 32, first = lane * run;
+  const uint64_t last = first + run < sequence.count ? first + run : sequence.count;
+  Counted counted{sequence.tail.tokens, 0, 0};
+#pragma unroll 8
+  for (uint64_t i = first; i < last; ++i) counted.of_run += sequence.segments[i].tokens;
+  counted.before = counted.of_run;
+  for (uint32_t by = 1; by < 32; by *= 2) {
+    const uint64_t other = shuffle_up(counted.before, by);
+    if (lane >= by) counted.before += other;
+  }
+  counted.all += shuffle(counted.before, 31);
+  counted.before -= counted.of_run;
+  return counted;
 }
 
-// An iterator's place in shared memory, one for each warp: it costs no registers between tiles.
+// An iterator's place in shared memory, one for each warp: what is needed from segment to segment only.
 struct alignas(16) TileIteratorState {
   kvk_segment held[2];
   const kvk_segment* segments;
@@ -45,7 +59,6 @@ struct alignas(16) TileIteratorState {
   int64_t least, most;
   struct Now {
     uint64_t index, key;  // of the segment that comes next
-    uint32_t token, token_stop, slot, returned;
   } now;
 };
 
@@ -53,10 +66,10 @@ class TileIterator {
  public:
   // Over keys start..stop, for `rows` that look from position(row).
   template <class Position>
-  KVK_DEVICE_FN TileIterator(const kvk_attention& a, const kvk_sequence& sequence, TileIteratorState& state, uint64_t start,
-                             uint64_t stop, uint32_t rows, Position position)
+  KVK_DEVICE_FN TileIterator(const kvk_attention& a, const kvk_sequence& sequence, const Counted& counted,
+                             TileIteratorState& state, uint64_t start, uint64_t stop, uint32_t rows, Position position)
       : a_(a), state_(state) {
-    TileIteratorState::Now now = find(sequence, start);
+    const TileIteratorState::Now now = find(sequence, counted, start);
     if (lane_index() == 0) {
       int64_t least = position(0), most = least;
       for (uint32_t row = 1; row < rows; ++row) {
@@ -74,50 +87,40 @@ class TileIterator {
   KVK_DEVICE_FN int64_t least() const { return state_.least; }
   KVK_DEVICE_FN int64_t most() const { return state_.most; }
 
-  // The next tile, of at most `wide` tokens for 16-bit elements and `quantised_wide` for codes. The tile before it may still be
-  // in use, the one before that not.
-  KVK_DEVICE_FN Tile next(uint32_t wide, uint32_t quantised_wide) {
-    TileIteratorState::Now now = state_.now;
-    while (now.token >= now.token_stop) {
+  // The next tile, of at most wide(kind, segment) tokens, a power of two; of codes up to a multiple of that. The tile before it
+  // may still be in use, the one before that not.
+  template <class Wide>
+  KVK_DEVICE_FN Tile next(Wide wide) {
+    while (token_ >= token_stop_) {
+      TileIteratorState::Now now = state_.now;
       if (now.index > state_.count || now.key >= state_.stop) return {0, 0, 0, kHalf, 0};
-      now.slot = now.returned ^ 1;
-      settle(state_.held[now.slot]);
+      slot_ ^= token_stop_ != 0;  // one that was passed over gives up its place
+      const kvk_segment& s = state_.held[slot_];
+      settle(state_.held[slot_]);
       fetch(++now.index);
-      clip(state_.held[now.slot], now);
+      clip(s, now.key);
+      kind_ = kind_of(a_, s.codec), origin_ = s.new_position - static_cast<int64_t>(s.first);
+      now.key += s.tokens;
+      if (lane_index() == 0) state_.now = now;
+      sync_warp();
     }
-    const kvk_segment& s = state_.held[now.slot];
-    const Kind kind = kind_of(a_, s.codec);
-    const uint32_t most = is_quantised(kind) ? quantised_wide - now.token % quantised_wide : wide;
-    const uint32_t left = now.token_stop - now.token, count = left < most ? left : most, token = now.token;
-    now.token += count;
-    now.returned = now.slot;
-    sync_warp();  // all have read what is written now
-    if (lane_index() == 0) state_.now = now;
-    sync_warp();
-    return {now.slot, token, count, kind, s.new_position + static_cast<int64_t>(token - s.first)};
+    const uint32_t width = wide(kind_, state_.held[slot_]);
+    const uint32_t most = is_quantised(kind_) ? width - (token_ & (width - 1)) : width;
+    const uint32_t left = token_stop_ - token_, count = left < most ? left : most, token = token_;
+    token_ += count;
+    return {slot_, token, count, kind_, origin_ + token};
   }
 
  private:
-  // The first segment that reaches into the split: each lane adds up a run of segments, one lane's run has it.
-  static KVK_DEVICE_FN TileIteratorState::Now find(const kvk_sequence& sequence, uint64_t start) {
-    const uint32_t lane = lane_index();
-    const uint64_t run = (sequence.count + 31) / 32, first = lane * run;
-    const uint64_t last = first + run < sequence.count ? first + run : sequence.count;
-    uint64_t keys = 0;
-    for (uint64_t i = first; i < last; ++i) keys += sequence.segments[i].tokens;
-    uint64_t before = keys;
-    for (uint32_t by = 1; by < 32; by *= 2) {
-      const uint64_t other = shuffle_up(before, by);
-      if (lane >= by) before += other;
-    }
-    const uint32_t has = ballot(before > start);
-    before -= keys;
-    uint64_t index = first;
+  // The first segment that reaches into the split: one lane's run has it.
+  static KVK_DEVICE_FN TileIteratorState::Now find(const kvk_sequence& sequence, const Counted& counted, uint64_t start) {
+    const uint32_t lane = lane_index(), has = ballot(counted.before + counted.of_run > start);
+    uint64_t index = (sequence.count + 31) / 32 * lane, before = counted.before;
     if (has != 0 && lane == first_bit(has))
       for (uint32_t tokens; before + (tokens = sequence.segments[index].tokens) <= start; ++index) before += tokens;
     const uint32_t from = has == 0 ? 31 : first_bit(has);
-    if (has == 0) before += keys, index = sequence.count;
-    return {shuffle(index, from), shuffle(before, from), 0, 0, 0, 0};
+    if (has == 0) before += counted.of_run, index = sequence.count;
+    return {shuffle(index, from), shuffle(before, from)};
   }
 
   // Asks for the description of a segment (count: the tail): a word or two for each lane.
@@ -134,17 +137,16 @@ class TileIterator {
     if (lane_index() < kWords - 32) words[lane_index() + 32] = ahead_[1];
     sync_warp();
   }
-  // The tokens of the segment that belong to the split and that some row may see.
-  KVK_DEVICE_FN void clip(const kvk_segment& s, TileIteratorState::Now& now) const {
-    const uint64_t end = now.key + s.tokens, start = state_.start, stop = state_.stop;
-    int64_t from = start > now.key ? static_cast<int64_t>(start - now.key) : 0;
-    int64_t to = static_cast<int64_t>((end < stop ? end : stop) - now.key);
+  // The tokens of the segment that belong to the split and that some row may see; `key` is its first.
+  KVK_DEVICE_FN void clip(const kvk_segment& s, uint64_t key) {
+    const uint64_t end = key + s.tokens, start = state_.start, stop = state_.stop;
+    int64_t from = start > key ? static_cast<int64_t>(start - key) : 0;
+    int64_t to = static_cast<int64_t>((end < stop ? end : stop) - key);
     if (a_.causal != 0 && to > state_.most - s.new_position + 1) to = state_.most - s.new_position + 1;
     if (a_.window != 0 && from < state_.least - s.new_position - a_.window + 1)
       from = state_.least - s.new_position - a_.window + 1;
-    now.key = end;
-    now.token = from < to ? s.first + static_cast<uint32_t>(from) : 0;
-    now.token_stop = from < to ? s.first + static_cast<uint32_t>(to) : 0;
+    token_ = from < to ? s.first + static_cast<uint32_t>(from) : 0;
+    token_stop_ = from < to ? s.first + static_cast<uint32_t>(to) : 0;
   }
 
   static constexpr uint32_t kWords = sizeof(kvk_segment) / 4;
@@ -153,6 +155,9 @@ class TileIterator {
   const kvk_attention& a_;
   TileIteratorState& state_;
   uint32_t ahead_[2] = {0, 0};
+  uint32_t token_ = 0, token_stop_ = 0, slot_ = 0;
+  Kind kind_ = kHalf;
+  int64_t origin_ = 0;  // where token 0 of the segment's block would stand
 };
 
 }  // namespace kvk

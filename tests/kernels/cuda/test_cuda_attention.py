@@ -4,7 +4,8 @@ Method: their own source, compiled by g++ against an emulation of a thread block
 shuffles lane by lane from the PTX manual, asynchronous copies that land at the wait, not before; threads in
 changing order), against the oracle in double over (batch, groups, head dimension, lengths, codec, window,
 positions, empty tail, one-token segments, zero scales, extreme values). Bounds, of the largest value: results
-and weights rounded to fp16 or bf16, and 1.5e-3 for queries with K's scales in fp16.
+and weights rounded to fp16 or bf16, and 1.5e-3 for queries with K's scales in fp16 (prefill) or 16-bit whole
+numbers.
 """
 
 from ctypes import byref
@@ -85,6 +86,14 @@ def test_lengths(path, codec, tokens, keys):
     case = Case(1, 2, 64, tokens, "bfloat16", seed=tokens)
     case.row().segment(keys, 0, codec).segment(tokens, keys, tail=True)
     agree(case.queries(), path, (codec, ""))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_long_contexts(path, codec):
+    """One stretch, in which what a tensor core cuts off adds up; a result is small beside its values."""
+    case = Case(1, 4, 64, 1, "bfloat16")
+    case.row().segment(6000, 0, codec).segment(1, 6000, tail=True)
+    agree(case.queries(), path, (codec, ""), 1)
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])

@@ -1,7 +1,8 @@
 // The CUDA library's AWQ functions on host memory, and its transfer functions, done at once; for tests only.
 //
-// Owns the loops over threads, and m16n8k16 over the registers of 32 lanes as PTX describes them. Invariant: what a lane holds is
-// cuda/awq_tile.h's.
+// Owns the loops over threads, and m16n8k16 over the registers of 32 lanes as PTX describes them; of more than 16 rows the kernel
+// itself runs (cuda/awq_rows.h). Invariant: what a lane holds is cuda/awq_tile.h's.
+#include "cuda/awq_rows.h"
 #include "cuda/awq_tile.h"
 
 #include <cstdlib>
@@ -71,6 +72,21 @@ void multiply(const kvk_awq& a) {
     }
 }
 
+template <class Kernel>
+void run_rows(const kvk_awq& a) {
+  struct Call {
+    static void body(const void* a) { Kernel::run(*static_cast<const kvk_awq*>(a), kvk::emulation::shared()); }
+  };
+  const uint32_t blocks = (a.outputs + Kernel::kOutputs - 1) / Kernel::kOutputs;
+  kvk::emulation::run(blocks, Kernel::kThreads, Kernel::kSharedBytes, Call::body, &a);
+}
+
+template <int Dtype, uint32_t kRowTiles>
+void multiply_rows(const kvk_awq& a) {
+  if (a.outputs <= 32) return run_rows<ManyRows<Dtype, kRowTiles, 1>>(a);
+  a.outputs <= 128 ? run_rows<ManyRows<Dtype, kRowTiles, 2>>(a) : run_rows<ManyRows<Dtype, kRowTiles, 4>>(a);
+}
+
 void multiply_naively(const kvk_awq& a) {
   for (uint32_t row = 0; row < a.rows; ++row)
     for (uint32_t n = 0; n < a.outputs; ++n) {
@@ -102,6 +118,10 @@ int kvk_awq_multiply(const kvk_awq* args) {
   if (int status = check_product(args)) return status;
   if (args->path == KVK_CPU_REFERENCE)
     multiply_naively(*args);
+  else if (args->rows > 16 && args->rows <= 32)
+    args->dtype == KVK_F16 ? multiply_rows<KVK_F16, 4>(*args) : multiply_rows<KVK_BF16, 4>(*args);
+  else if (args->rows > 16)
+    args->dtype == KVK_F16 ? multiply_rows<KVK_F16, 8>(*args) : multiply_rows<KVK_BF16, 8>(*args);
   else
     args->dtype == KVK_F16 ? multiply<KVK_F16>(*args) : multiply<KVK_BF16>(*args);
   return KVK_OK;

@@ -56,6 +56,34 @@ void multiply(void* const* records) {
   }
 }
 
+struct WholeProduct {
+  int32_t* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+// PTX, "Matrix fragments for mma.m16n8k32": of a, element i of 16: row = groupID for i in 0..3 and 8..11, groupID + 8 else;
+// column = threadID_in_group * 4 + (i & 3), + 16 for i >= 8. b, element i of 8: row = threadID_in_group * 4 + (i & 3), + 16 for i
+// >= 4; column = groupID. c as of m16n8k16.
+void multiply_whole(void* const* records) {
+  int32_t a[16][32], b[32][8];
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const auto& own = record<WholeProduct>(records, lane);
+    const uint32_t group = lane >> 2, in_group = lane % 4;
+    for (uint32_t i = 0; i < 16; ++i) {
+      const uint32_t row = i < 4 || (i >= 8 && i < 12) ? group : group + 8;
+      a[row][in_group * 4 + (i & 3) + (i >= 8 ? 16 : 0)] = static_cast<uint8_t>(own.a[i / 4] >> 8 * (i & 3));
+    }
+    for (uint32_t i = 0; i < 8; ++i)
+      b[in_group * 4 + (i & 3) + (i >= 4 ? 16 : 0)][group] = static_cast<int8_t>(own.b[i / 4] >> 8 * (i & 3));
+  }
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const auto& own = record<WholeProduct>(records, lane);
+    for (uint32_t i = 0; i < 4; ++i)
+      for (uint32_t k = 0; k < 32; ++k) own.c[i] += a[(lane >> 2) + (i < 2 ? 0 : 8)][k] * b[k][lane % 4 * 2 + (i & 1)];
+  }
+}
+
 float widen_bf16(uint16_t bits) { return from_bf16(bits); }
 
 template <bool kTransposed>
@@ -110,6 +138,24 @@ void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   Product own{c, a, {b0, b1}};
   emulation::meet(&own, multiply<widen_bf16>);
+}
+
+void mma_u8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  WholeProduct own{c, a, {b0, b1}};
+  emulation::meet(&own, multiply_whole);
+}
+
+uint32_t transposed(uint32_t word) {
+  Shuffle own{word, 0, 0};
+  emulation::meet(&own, [](void* const* records) {
+    uint16_t m[8][8];
+    for (uint32_t lane = 0; lane < 32; ++lane)
+      for (uint32_t i = 0; i < 2; ++i) m[lane / 4][lane % 4 * 2 + i] = half_of(record<Shuffle>(records, lane).value, i);
+    for (uint32_t lane = 0; lane < 32; ++lane)
+      static_cast<Shuffle*>(records[lane])->out = m[lane % 4 * 2][lane / 4] | static_cast<uint32_t>(m[lane % 4 * 2 + 1][lane / 4])
+                                                                                  << 16;
+  });
+  return own.out;
 }
 
 void load_matrices(uint32_t (&m)[4], const void* row) {
