@@ -19,6 +19,7 @@ from kvclient.hf.attention.one_row import ONE_ROW
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.attention.switch import (
     BROUGHT,
+    Reader,
     backend_of,
     bring,
     copied,
@@ -26,7 +27,7 @@ from kvclient.hf.attention.switch import (
     installed,
     uninstall,
 )
-from kvclient.hf.cache.in_place import IN_PLACE_DEVICES, Reader
+from kvclient.hf.cache.in_place import IN_PLACE_DEVICES
 from kvclient.hf.cache.page_pool import PagePool
 from kvclient.hf.model.code import Code
 from kvclient.hf.model.identity import plain

@@ -114,7 +114,7 @@ def attend(
         terms = sinks, scale, softcap, window, causal
         return attend_dense(query, key, value, starts, *terms, position=position)
     batch, heads, tokens, head_dim = query.shape
-    keys = key.shape[2]
+    keys, came, _local.made = key.shape[2], (query, key, value), None
     if value.shape != key.shape or value.dtype != key.dtype or len(key) != batch:
         raise InvalidArgument(
             f"keys are {list(key.shape)} of {key.dtype}, values {list(value.shape)} of {value.dtype}, of "
@@ -133,6 +133,41 @@ def attend(
     for row, pad in enumerate(pads):
         sequences[row].tail = dense_segment(key, value, row, pad, pad)
     args.sequences = addressof(sequences)
+    run(args)
+    same = query is came[0] and key is came[1] and value is came[2]
+    plain = same and batch == 1 and starts is None and sinks is None
+    _local.made = (args, sequences) if plain else None
+    return out
+
+
+def told(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, what: Any) -> None:
+    """attend() was just asked for these, [B, heads, tokens, head_dim] each, with this, which says all that
+    again() has to know."""
+    if (made := getattr(_local, "made", None)) is not None:
+        _local.made, _local.known = None, (what, _alike(query, key, value), *made)
+
+
+def _alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
+    sides = [(side.shape, side.stride(), side.dtype) for side in (query, key, value)]
+    return (*sides[0], *sides[1], *sides[2])
+
+
+def again(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, what: Any) -> torch.Tensor | None:
+    """attend() for tensors [B, heads, tokens, head_dim] like those of this thread's last call, asked for as
+    then: as the layers of a step are. None: they are others."""
+    known = getattr(_local, "known", None)
+    if known is None or known[0] != what or torch.is_grad_enabled() or not query.is_cpu:
+        return None
+    _, alike, args, sequences = known
+    if _alike(query, key, value) != alike:
+        return None
+    batch, heads, tokens, head_dim = query.shape
+    out = query.new_empty((batch, tokens, heads, head_dim))
+    position = positions(key.shape[2] - tokens, key.shape[2], batch)
+    args.q, args.out, args.q_position = query.data_ptr(), out.data_ptr(), position.data_ptr()
+    args.threads = torch.get_num_threads()
+    tail = sequences[0].tail
+    tail.k, tail.v = key.data_ptr(), value.data_ptr()
     run(args)
     return out
 

@@ -28,7 +28,9 @@ def give_handle(keys: torch.Tensor, layer: Any) -> torch.Tensor:
 
 
 def hand_out(keys: torch.Tensor, layer: Any) -> torch.Tensor:
-    """The same of keys [batch, kv_heads, keys, head_dim] that nobody else has: they themselves are marked."""
+    """The same of keys [batch, kv_heads, keys, head_dim] that nobody asks for otherwise: they themselves are
+    marked.
+    """
     setattr(keys, HANDLE, layer)
     _pending.layer = layer
     return keys
@@ -53,14 +55,26 @@ def layer_of(key: torch.Tensor) -> Any:
     """The layer that these keys [batch, kv_heads, keys, head_dim] are a handle of, or None. Raises
     RuntimeError if one was lost on the way.
     """
-    layer, expected = getattr(key, HANDLE, None), getattr(_pending, "layer", None)
-    _pending.layer = None
+    layer = getattr(key, HANDLE, None)
+    take_back(layer)
+    return layer
+
+
+def take_back(layer: Any) -> None:
+    """The attention that is called has the handle of this layer; None: of none. Raises RuntimeError if
+    another one was lost on the way.
+    """
+    expected, _pending.layer = getattr(_pending, "layer", None), None
     if expected is not None and layer is not expected:
         raise RuntimeError(
             f"the model changed the keys of layer {expected.index} after its cache had them: attention would "
             "miss what the store holds; attach with in_place=False"
         )
-    return layer
+
+
+def awaited() -> bool:
+    """Whether a handle was given out that has not come back."""
+    return getattr(_pending, "layer", None) is not None
 
 
 def expect_nothing() -> None:

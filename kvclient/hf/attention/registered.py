@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, dense, sdpa, torch_reference, triton
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.handle import HANDLE, in_step, layer_of, tell
+from kvclient.hf.attention.handle import ASK, HANDLE, awaited, in_step, layer_of, tell
 from kvclient.kernels import contract
 
 PREFIX = "kvclient_"
@@ -35,6 +35,7 @@ KNOWN_MASKS = ("causal_mask_function", SLIDING_MASK)
 WINDOW = "_kvclient_window"  # of a mask made in trying(windows=True): what it was asked for with
 # What changes scores or which keys count, under names that neither the kernels nor torch's way here reads.
 UNREAD = ("sinks", "indices", "block_indices", "block_mask", "head_mask")
+LOOKED_AT = frozenset((*UNREAD, "cache"))
 
 _lock = threading.Lock()
 _fallbacks: Counter[str] = Counter()
@@ -282,6 +283,14 @@ def attention(
     InvalidArgument for a call that means what is not read here, RuntimeError for a handle that was lost.
     """
     compiling = torch.compiler.is_compiling()
+    told = None
+    if attention_mask is None and s_aux is None and position_bias is None and not (dropout or compiling):
+        # Between two layers of a step nothing changes but the tensors: what was looked at is not again.
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        told = (backend.path, scaling, sliding_window, softcap, causal)
+        answer = _again(query, key, value, told) if LOOKED_AT.isdisjoint(kwargs) else None
+        if answer is not None:
+            return answer, None
     if compiling and hasattr(key, HANDLE):  # what its layer does is not for a graph
         return _attention_outside(
             backend, module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap,
@@ -292,11 +301,13 @@ def attention(
         is_causal, position_bias, kwargs, compiling,
     )  # fmt: skip
     if call.layer is not None:
-        return _of_layer(call), None
+        return _of_layer(call, told), None
     reason = call.reason
     if reason is None:
         answer = KERNELS.get(backend.name, _cpu)(call)
         if not isinstance(answer, str):
+            if backend.path is not None and _plain(told):
+                dense.told(query, key, value, told)
             return answer, None
         reason = answer
     if backend != backends.TORCH:
@@ -307,11 +318,31 @@ def attention(
 _attention_outside = torch.compiler.disable(attention)
 
 
-def _of_layer(call: AttentionCall) -> torch.Tensor:
+def _plain(told: tuple[Any, ...] | None) -> bool:
+    """Whether it is there, and what it says cannot become something else (tensors can)."""
+    return told is not None and all(value is None or isinstance(value, (int, float)) for value in told)
+
+
+def _again(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, told: tuple[Any, ...]
+) -> torch.Tensor | None:
+    """What answers a call that says no more than `told`, and is like the last one; None: it is not."""
+    marks = key.__dict__
+    if (layer := marks.get(HANDLE)) is not None:
+        again = getattr(layer, "again", None)
+        return None if again is None else again(query, told)
+    return None if ASK in marks or awaited() else dense.again(query, key, value, told)
+
+
+def _of_layer(call: AttentionCall, told: tuple[Any, ...] | None) -> torch.Tensor:
     """Over blocks where they lie, as long as the layer can."""
     layer = call.layer
     if layer.takes(call.reason, call.causal):
-        return layer.attend(call.query, call.sinks, call.scale, call.softcap, call.window, call.backend.path)
+        how = (call.sinks, call.scale, call.softcap, call.window, call.backend.path)
+        answer = layer.attend(call.query, *how)
+        if _plain(told) and hasattr(layer, "told"):
+            layer.told(told)
+        return answer
     layer.become_dense(call.reason or "not_causal")
     return _torch(call._replace(key=layer.keys, value=layer.values))
 

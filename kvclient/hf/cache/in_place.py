@@ -11,7 +11,7 @@ after the cache) raises: it would be silently wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import addressof
+from ctypes import addressof, memmove
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvclient import kernels
 from kvclient.hf.attention import dense
-from kvclient.hf.attention.handle import expect_nothing, hand_out
-from kvclient.hf.attention.registered import PREFIX
+from kvclient.hf.attention.handle import expect_nothing, hand_out, take_back
 from kvclient.hf.cache.layer import GROWTH, Shape, StoreLayer, as_array, outside_graphs, writable
 from kvclient.kernels import contract
 
@@ -35,6 +34,9 @@ class Blocks(Protocol):
         """(row, first column, K and V of a block, how many of its tokens, from which on), in order of
         columns.
         """
+
+
+FEW_HEADS = 8  # up to so many, a token is written by their addresses: what NumPy needs costs more than that
 
 
 class InPlaceLayer(StoreLayer):
@@ -53,6 +55,8 @@ class InPlaceLayer(StoreLayer):
         self._prefix: list[tuple[int, int, Any, int, int]] | None = [] if source is None else None
         self._call: tuple[Any, ...] | None = None
         self._args: tuple[Any, Any] | None = None  # of the last call, and what it is right for
+        self._told: Any = None  # what that call said, if it said no more than again() reads
+        self._place: tuple[Any, ...] | None = None  # where a token is written, as long as there is a _call
         self._dense, self._in_call = False, True
         self._given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         super().__init__(index, shape, source, written, memory)
@@ -77,6 +81,8 @@ class InPlaceLayer(StoreLayer):
         if self._dense:
             return super().update(key_states, value_states, *args, **kwargs)
         expect_nothing()
+        if self._put(key_states, value_states):
+            return hand_out(key_states, self), value_states
         self._open_blocks()
         wanted, (_, heads, tokens, head_dim) = self.shape, key_states.shape
         if heads != wanted.heads or head_dim != wanted.head_dim or key_states.dtype != self.dtype:
@@ -92,6 +98,29 @@ class InPlaceLayer(StoreLayer):
         if self.written is not None:
             self.written(self.index, start, stop, self.storage, self.origin)
         return hand_out(handle, self), values
+
+    def _put(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Writes one token [1, heads, 1, head_dim], as most updates are, in the fewest steps: between two
+        layers their weights go through the caches, and each step finds its own code cold. False: not done.
+        """
+        if self._call is None or (place := self._place) is None:
+            return False
+        shape, (to_keys, to_values), between, size, room = place
+        at, dtype = self._length - self.origin, self.dtype
+        if keys.shape != shape or values.shape != shape or at >= room:
+            return False
+        from_keys, from_values = keys.stride(), values.stride()
+        if keys.dtype is not dtype or values.dtype is not dtype or from_keys[3] != 1 or from_values[3] != 1:
+            return False
+        key, value, element = keys.data_ptr(), values.data_ptr(), size // shape[3]
+        for head in range(shape[1]):
+            to = at * size + head * between
+            memmove(to_keys + to, key + head * from_keys[1] * element, size)
+            memmove(to_values + to, value + head * from_values[1] * element, size)
+        self._length = stop = self._length + 1
+        if self.written is not None:
+            self.written(self.index, stop - 1, stop, self._storage, self.origin)
+        return True
 
     def append(self, keys: np.ndarray, values: np.ndarray) -> bool:
         """update() with one token [heads, head_dim] of the one row, for who computes its attention too. False
@@ -249,6 +278,7 @@ class InPlaceLayer(StoreLayer):
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the cache: they point to their own memory."""
         gone = {"_call": None, "_args": None, "written": None, "_left": _nobody, "_in_call": False}
+        gone |= {"_told": None, "_place": None}
         return {**self.__dict__, **gone}
 
     # ---------------------------------------------------------------- attention
@@ -264,23 +294,46 @@ class InPlaceLayer(StoreLayer):
     ) -> torch.Tensor:
         """[B, T, heads, D] of the newest T tokens over all."""
         query = dense.heads_together(query)
-        batch, heads, tokens, head_dim = query.shape
-        out = query.new_empty((batch, tokens, heads, head_dim))
-        position = dense.positions(self._length - tokens, self._length, batch)
-        same = (query.shape, query.stride(), scale, softcap, window, path)
+        self._told = None
+        out, position = self._asked(query)
+        same = (query.shape, query.stride(), query.dtype, scale, softcap, window, path)
         if self._args is None or self._args[0] != same:
             args = dense.arguments(query, out, self.shape.heads, position, scale, path)
             args.softcap, args.window = softcap, window
             self._args = (same, args)
-        args = self._args[1]
-        args.q, args.out, args.q_position = query.data_ptr(), out.data_ptr(), position.data_ptr()
-        args.threads = torch.get_num_threads()
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        args.sinks = None if sinks is None else sinks.data_ptr()
+        self._args[1].sinks = None if sinks is None else sinks.data_ptr()
+        return self._run(query, out, position, self._args[1])
+
+    def _asked(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the answer goes, and which columns the queries stand in."""
+        batch, heads, tokens, head_dim = query.shape
+        position = dense.positions(self._length - tokens, self._length, batch)
+        return query.new_empty((batch, tokens, heads, head_dim)), position
+
+    def _run(
+        self, query: torch.Tensor, out: torch.Tensor, position: torch.Tensor, args: contract.Attention
+    ) -> torch.Tensor:
+        args.q, args.out, args.q_position = query.data_ptr(), out.data_ptr(), position.data_ptr()
+        args.threads = torch.get_num_threads()
         args.sequences = addressof(self.sequences())
         dense.run(args)
         return out
+
+    def told(self, what: Any) -> None:
+        """attend() was just asked with this, which says all that again() has to know."""
+        self._told = what
+
+    def again(self, query: torch.Tensor, what: Any) -> torch.Tensor | None:
+        """attend() for queries like the last ones, asked for as then; None: they are others."""
+        if self._told != what or self._args is None or torch.is_grad_enabled():
+            return None
+        (shape, stride, dtype, *_), args = self._args
+        if query.shape != shape or query.stride() != stride or query.dtype is not dtype:
+            return None
+        take_back(self)
+        return self._run(query, *self._asked(query), args)
 
     @property
     def in_place(self) -> bool:
@@ -311,6 +364,12 @@ class InPlaceLayer(StoreLayer):
                 self._storage[0], self._storage[1], row, start - self.origin, start
             )
         tails = [(sequences[row].tail, max(pad, self.origin)) for row, pad in enumerate(self._pads)]
+        _, _, heads, room, head_dim = self._storage.shape
+        if few := rows == 1 and heads <= FEW_HEADS and not self.shape.most_tokens:
+            addresses = tuple(side.data_ptr() for side in self._storage)
+            between, size = (self._storage.element_size() * self._storage.stride(axis) for axis in (2, 3))
+            shape = torch.Size([1, heads, 1, head_dim])
+        self._place = (shape, addresses, between, size, room) if few else None
         return sequences, lists, as_array(self._storage), tails
 
 
@@ -329,26 +388,3 @@ def _nobody(reason: str) -> None:
 
 
 IN_PLACE_DEVICES = ("cpu", "cuda")
-
-
-class Reader:
-    """Whether a model's attention is one that reads layers in place: asked by the layers themselves, whose
-    cache may outlive the attachment, or what was set at the call.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-        # Past __getattribute__ of configurations, which takes ten times as long, for each layer of each step.
-        self._attributes = {} if config is None else object.__getattribute__(config, "__dict__")
-
-    def __call__(self) -> bool:
-        known = self._attributes.get("_attn_implementation_internal")
-        if known is None:
-            known = getattr(self._config, "_attn_implementation", "")
-        return str(known).startswith(PREFIX)
-
-    def __deepcopy__(self, memo: Any) -> Reader:
-        return self  # a copied cache is for the same model
-
-    def __reduce__(self) -> Any:
-        return Reader, (None,)  # one from a file is for a model that nobody here knows
