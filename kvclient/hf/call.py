@@ -216,7 +216,7 @@ class Report:
     bypass_detail: str | None = None  # …and in full, where the word does not say it
     read_bypassed: str | None = None  # why it was only written
     write_bypassed: str | None = None  # why it was only read, or, "changed", only written until then
-    inside_bypassed: str | None = None  # why nothing was looked for inside the prompt, behind its prefix
+    inside_bypassed: str | None = None  # why nothing was reused inside the prompt, behind its prefix
     dense: str | None = None  # why not, or no longer, in place: the word that attention.fallbacks() counts
     followed_lost: int = 0  # writers that were followed and ended; the tokens were computed instead
     no_space: int = 0  # blocks the pool had no room for

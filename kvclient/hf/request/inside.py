@@ -14,6 +14,7 @@ from typing import Any
 
 from kvclient.blocks.chunker import Chunker
 from kvclient.blocks.reuse_plan import APPROXIMATE, Plan, Segment, plan
+from kvclient.hf.call import Report
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.request.served_model import ServedModel
@@ -42,10 +43,10 @@ class Inside:
 
 
 def search(
-    client: Any, served: ServedModel, non_prefix: NonPrefixReuse, chunker: Chunker, prefix: PrefixMatch,
-    exact: int, patience: Callable[[int, int], float],
+    client: Any, served: ServedModel, non_prefix: NonPrefixReuse, report: Report, chunker: Chunker,
+    prefix: PrefixMatch, exact: int, patience: Callable[[int, int], float],
 ) -> Inside:  # fmt: skip
-    """exact: tokens of the prefix that are reused exactly."""
+    """exact: tokens of the prefix that are reused exactly. The report says if what is found is left alone."""
     last = len(prefix.group.tokens) - 1
     exact, found = min(exact, last), Inside()
 
@@ -75,6 +76,8 @@ def search(
     except BaseException:
         found.release()
         raise
+    if inside and not non_prefix.repair.worth_trying(inside):
+        report.inside_bypassed, inside = "reordered", []
     size = mask_bytes(non_prefix, inside, exact, last + 1, prefix.form.dtype.itemsize) if inside else 0
     if size > MOST_MASK_BYTES:
         needed = f"a mask of {size} bytes for {non_prefix.config._attn_implementation}"

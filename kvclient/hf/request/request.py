@@ -305,7 +305,7 @@ class Request:
         if not wanted or served.non_prefix is None or (reuse := served.inside(self.report)) is None:
             return
         of = (options.chunker, prefix, prefix.tokens if exact is None else exact, self._worth_waiting_s)
-        self._inside = search(self._client, served, reuse, *of)
+        self._inside = search(self._client, served, reuse, self.report, *of)
 
     def _worth_waiting_s(self, tokens: int, blocks: int, on_peers: int = 0) -> float:
         """How long so many blocks below are worth waiting for, of which so many lie on other hosts."""

@@ -122,7 +122,7 @@ class RowByRow(Request):
             if served.grouped:
                 waits = self._worth_waiting_s, options.follow_timeout_s
                 exact = hit_end(self._client, [prefix], min(most, exact), False, *waits)
-            of = (served.non_prefix, options.chunker, prefix, exact, self._worth_waiting_s)
+            of = (served.non_prefix, self.report, options.chunker, prefix, exact, self._worth_waiting_s)
             inside = search(self._client, served, *of)
             inside.release()
             return bool(inside.segments)

@@ -1,0 +1,93 @@
+"""repair="auto" does not begin what is likely to end with all computed anew: documents behind others that
+they were not computed behind, where little may be off.
+
+Tiny random models and the in-memory fake; which prompts those are was found by bench.quality (docs/log.md).
+"""
+
+import pytest
+import torch
+
+from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
+from kvclient.hf.reuse.repair import LEAST_BEHIND_OTHERS, Repair
+from tests.hf.inside import DOCUMENT
+from tests.hf.zoo import build, generate, prompt
+
+OTHER = prompt(96, seed=15)
+SWAPPED = torch.cat([prompt(13, seed=7), OTHER, DOCUMENT, prompt(9, seed=4)], dim=1)
+FEW = {"behind_tokens": 90}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", layers=6)
+
+
+@pytest.fixture
+def store_other(model):
+    """`store_other()`: behind the document, which `attach` stored, as a prompt of its own."""
+    return lambda: generate(model, torch.cat([prompt(130, seed=21), OTHER, prompt(20, seed=3)], dim=1))
+
+
+def same(kv, model, ids):
+    with kv.bypass():
+        _, plain, _ = generate(model, ids, 4)
+    return torch.equal(generate(model, ids, 4)[1], plain)
+
+
+def test_such_a_prompt_is_a_prefill_and_a_prefix_from_then_on(attach, model, store_other, monkeypatch):
+    kv = attach(Repair(caution=1.0, **FEW))
+    store_other()
+    passes = []
+    monkeypatch.setattr("kvclient.hf.request.request.run_passes", lambda *_: passes.append(1))
+    assert same(kv, model, SWAPPED) and not passes
+    assert (kv.last.approximate_tokens, kv.last.inside_bypassed) == (0, "reordered")
+    assert kv.last.bypassed is None and kv.stats["bypassed"]["reordered"] == 1
+    another = torch.cat([SWAPPED[:, :-9], prompt(12, seed=5)], dim=1)
+    generate(model, another)
+    assert kv.last.reused_tokens >= 13 + 96 + 90 and kv.last.inside_bypassed is None
+    assert kv.client.stats()["pins"] == 0
+
+
+@pytest.mark.parametrize(
+    "repair",
+    [
+        Repair(caution=1.0, behind_tokens=97), Repair(caution=1.0, max_kl=LEAST_BEHIND_OTHERS, **FEW),
+        Repair(max_kl=None, **FEW), Repair("attention", **FEW), Repair("none", **FEW),
+    ],
+)  # fmt: skip
+def test_others_are_tried(attach, model, store_other, repair):
+    kv = attach(repair)
+    store_other()
+    generate(model, SWAPPED)
+    assert kv.last.approximate_tokens == 196 and kv.last.inside_bypassed is None
+
+
+def test_a_batch_of_such_prompts_is_one_prefill(attach, model, store_other):
+    kv = attach(Repair(caution=1.0, **FEW))
+    store_other()
+    batch = torch.cat([SWAPPED, torch.cat([prompt(13, seed=8), SWAPPED[:, 13:]], dim=1)])
+    with kv.bypass():
+        _, plain, _ = generate(model, batch, attention_mask=torch.ones_like(batch))
+    _, logits, _ = generate(model, batch, attention_mask=torch.ones_like(batch))
+    assert torch.equal(logits, plain) and kv.last.approximate_tokens == 0
+
+
+def chunk(start, tokens, position):
+    return Segment(start, start + tokens, APPROXIMATE, (), position)
+
+
+@pytest.mark.parametrize(
+    ("segments", "worth"),
+    [
+        ([chunk(400, 1000, 0)], True),  # behind live tokens alone
+        ([chunk(10, 300, 340), chunk(310, 300, 40)], False),  # changed places
+        ([chunk(10, 300, 0), chunk(310, 300, 0)], False),  # computed apart
+        ([chunk(10, 255, 295), chunk(265, 300, 40)], True),  # behind little
+        ([chunk(10, 128, 0), chunk(150, 128, 0), chunk(300, 90, 0)], False),  # behind several
+        ([chunk(10, 300, 40), chunk(330, 300, 340)], True),  # in their order; something stands between
+    ],
+)
+def test_which_these_are(segments, worth):
+    assert Repair().worth_trying(segments) is worth
+    careful = Repair(max_kl=LEAST_BEHIND_OTHERS, caution=2.0)
+    assert careful.worth_trying(segments) is worth and Repair(max_kl=0.0).worth_trying(segments)
