@@ -21,11 +21,8 @@ from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
 from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.streaming.files.headers import Source
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Part, Table
-from kvclient.hf.streaming.mover import pages
 from kvclient.hf.streaming.residency import NO_VOCABULARY, Vocabulary
 from kvclient.hf.streaming.vocabulary import ROWS_BYTES
-
-HUGE_BYTES = 4 << 20  # from which on a tensor outside of the layers lies in huge pages
 
 
 @contextlib.contextmanager
@@ -135,14 +132,8 @@ def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
 
 
 def read(source: Source) -> torch.Tensor:
-    """The tensor, of the source's shape, in memory aligned as torch aligns: a product's last bits depend on
-    it. A large one in huge pages, which the head is read from faster.
-    """
-    kind = getattr(torch, source.dtype)
-    if source.length < HUGE_BYTES:
-        found = torch.empty(source.shape, dtype=kind)
-    else:
-        found = torch.frombuffer(pages(source.length), dtype=kind).view(source.shape)
+    """The tensor, of the source's shape, in memory that torch aligned: a product's last bits depend on it."""
+    found = torch.empty(source.shape, dtype=getattr(torch, source.dtype))
     if source.length:
         source.read_into(memoryview(found.view(-1).view(torch.uint8).numpy()))
     return found
