@@ -1,4 +1,4 @@
-"""Which host memory a GPU reads and writes by itself: windows of shared maps, registered as they are used.
+"""Which host memory a GPU reads by itself: windows of shared maps, registered as they are used.
 
 Owns its registrations and, for each, a map of its own of the same pages: whoever unmaps the first one, as a
 client that is closed does, takes nothing from the device, and what is mapped there afterwards is not taken

@@ -81,7 +81,6 @@ def place(device, monkeypatch):
         monkeypatch.setattr(contract, "cuda_lacks", lambda device=0: None)
         memory = HostMemory(library)
         monkeypatch.setattr(staging, "host_memory", lambda: memory)
-        monkeypatch.setattr(outgoing, "host_memory", lambda: memory)
     return device
 
 

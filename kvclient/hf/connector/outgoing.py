@@ -1,14 +1,19 @@
 """Layers of blocks on their way from a GPU to the store's memory, beside the model.
 
-Owns the stream of one request's copies and the thread that queues them, what they read from until they are
-over, and how much of it there may be. There is a thread because making host memory known to the device takes
-longer than the copies: milliseconds for 64 MiB. Never waits for the model's work, but where more than
-MOST_BYTES are under way: then for the oldest. Invariant: `then` of a layer is called by who sends, when its
-bytes are there and not before; after settle() nothing is under way, so that the memory may be anybody's.
+Owns the stream of one request's copies and the thread that carries them, what they read from until they are
+over, and how much of it there may be. The device writes into pinned slots of this process, and the thread
+carries the bytes on: making a pool's fresh memory known to a device takes longer than copying it, and what no
+device was told of, none can write to after this process is killed. Never waits for the model's work, but
+where more than MOST_BYTES are under way: then for the oldest. Invariant: `then` of a layer is called by who
+sends, when its bytes are there and not before; after settle() nothing is under way, so that the memory may be
+anybody's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,13 +23,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvclient.errors import KVClientError
-from kvclient.hf.cache.staging import host_memory, own_stream
+from kvclient.hf.cache.staging import own_stream
 from kvclient.kernels import contract
 from kvclient.kernels.transfer import Copies, queue
 
 DEVICES = ("cuda",)
 MOST_BYTES = 1 << 30  # of device memory that waits to be copied
+SLOT_BYTES = 32 << 20
+SLOTS = 2  # of one request: one is filled while the other is emptied
+MOST_SPARE = 4  # kept for the next requests
+
+_spare: list[tuple[Any, int]] = []  # (library, address of a slot)
+_spare_lock = threading.Lock()
 
 
 class _Sent(NamedTuple):
@@ -36,35 +46,29 @@ class _Sent(NamedTuple):
 class Outgoing:
     """Of one request. After settle() it may be used again."""
 
-    def __init__(self, client: Any) -> None:
-        self._client, self._library = client, contract.cuda()
+    def __init__(self) -> None:
+        self._library = contract.cuda()
         self._under_way: deque[_Sent] = deque()
         self._bytes, self._stream = 0, 0
         self._thread: ThreadPoolExecutor | None = None
-        self._allowed: bool | None = None  # None: the store was not asked
+        self._slots: list[tuple[int, int]] = []  # (address, event of the last copy into it)
 
-    def send(self, starts: np.ndarray, source: torch.Tensor, then: Callable[[], None]) -> bool:
-        """Queues row i of source [blocks, bytes], uint8, contiguous on the device, to this process's address
-        starts[i], behind what the current stream has to do. False: the store waits for no device, so it must
-        not write there; nothing was done.
+    def send(self, starts: np.ndarray, source: torch.Tensor, then: Callable[[], None]) -> None:
+        """Has row i of source [blocks, bytes], uint8, contiguous on the device, brought to this process's
+        address starts[i], behind what the current stream has to do.
         """
-        if self._allowed is None:
-            self._allowed = self._ask()
-        if not self._allowed:
-            return False
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "kvclient-outgoing")
-            self._stream = self._made("kvk_stream_create")
-            host_memory().look()
-        ready = self._made("kvk_event_create")
-        self._check("kvk_event_record", ready, own_stream(source.device))
-        device = source.device.index or 0
-        copied = self._thread.submit(self._copy, starts, source, ready, device)
+        with torch.cuda.device(source.device) if source.is_cuda else contextlib.nullcontext():
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "kvclient-outgoing")
+                self._stream = self._made("kvk_stream_create")
+                self._slots = [(self._slot(), self._made("kvk_event_create")) for _ in range(SLOTS)]
+            ready = self._made("kvk_event_create")
+            self._check("kvk_event_record", ready, own_stream(source.device))
+        copied = self._thread.submit(self._carry, starts, source, ready)
         self._under_way.append(_Sent(copied, source.numel(), then))
         self._bytes += source.numel()
         while self._under_way and (self._bytes > MOST_BYTES or self._under_way[0].copied.done()):
             self._arrive()
-        return True
 
     def settle(self) -> None:
         """Waits for all that is under way. Idempotent. Raises what a copy or a `then` raised."""
@@ -74,41 +78,67 @@ class Outgoing:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-                self._check("kvk_stream_destroy", self._stream)
-                self._under_way.clear()
                 self._thread, self._bytes = None, 0
+                self._under_way.clear()
+                self._give_up()
 
-    def _ask(self) -> bool:
-        """Whether what the device may still write when this process is killed is nobody's before that."""
-        try:
-            return bool(self._client.give_to_device())
-        except KVClientError:
-            return False
-
-    def _copy(self, starts: np.ndarray, source: torch.Tensor, ready: int, device: int) -> None:
+    def _carry(self, starts: np.ndarray, source: torch.Tensor, ready: int) -> None:
         """The thread's: returns when the bytes are there."""
         if source.is_cuda:
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(source.device)
         self._check("kvk_event_wait", ready, self._stream)
-        count, sizes = source.shape[1], np.full(len(starts), source.shape[1], np.int64)
-        taken = host_memory().take(starts, sizes)
-        if taken is None:  # what the device cannot be told of comes through the driver's own buffers
-            sources = source.data_ptr() + np.arange(len(starts), dtype=np.int64) * count
-            queue(self._library, Copies(starts, sources, sizes), self._stream)
-        else:
-            sources = source.data_ptr() + taken.items * count + taken.offsets
-            queue(self._library, Copies(taken.addresses, sources, taken.sizes), self._stream)
-        self._check("kvk_event_record", ready, self._stream)
-        self._check("kvk_event_synchronise", ready)
+        filled: deque[tuple[int, int, int, int]] = deque()  # (slot, its event, first byte, bytes)
+        for number, at in enumerate(range(0, source.numel(), SLOT_BYTES)):
+            slot, event = self._slots[number % SLOTS]
+            if len(filled) == SLOTS:
+                self._empty(starts, source.shape[1], *filled.popleft())
+            size = min(SLOT_BYTES, source.numel() - at)
+            place = (slot, source.data_ptr() + at, size)
+            queue(self._library, Copies(*(np.array([x], np.int64) for x in place)), self._stream)
+            self._check("kvk_event_record", event, self._stream)
+            filled.append((slot, event, at, size))
+        while filled:
+            self._empty(starts, source.shape[1], *filled.popleft())
         self._check("kvk_event_destroy", ready)
-        if taken is not None:
-            host_memory().give_back(taken)
+
+    def _empty(
+        self, starts: np.ndarray, row_bytes: int, slot: int, event: int, first: int, size: int
+    ) -> None:
+        """Bytes first..first + size of all rows are in the slot, once its event is over."""
+        self._check("kvk_event_synchronise", event)
+        at = first
+        while at < first + size:
+            row, offset = divmod(at, row_bytes)
+            count = min(row_bytes - offset, first + size - at)
+            ctypes.memmove(int(starts[row]) + offset, slot + at - first, count)
+            at += count
 
     def _arrive(self) -> None:
         sent = self._under_way.popleft()
         sent.copied.result()
         self._bytes -= sent.size
         sent.then()
+
+    def _slot(self) -> int:
+        with _spare_lock:
+            for index, (library, address) in enumerate(_spare):
+                if library is self._library:
+                    del _spare[index]
+                    return address
+        out = c_void_p()
+        contract.check(self._library.kvk_host_allocate(SLOT_BYTES, byref(out)), self._library)
+        return out.value or 0
+
+    def _give_up(self) -> None:
+        for address, event in self._slots:
+            self._check("kvk_event_destroy", event)
+            with _spare_lock:
+                if kept := len(_spare) < MOST_SPARE:
+                    _spare.append((self._library, address))
+            if not kept:
+                self._check("kvk_host_free", address)
+        self._slots = []
+        self._check("kvk_stream_destroy", self._stream)
 
     def _made(self, name: str) -> int:
         out = c_void_p()

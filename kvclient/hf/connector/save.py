@@ -144,10 +144,10 @@ class Publisher:
             yield run
 
     def _send(self, run: list[Slot], layer: int, storage: torch.Tensor, origin: int) -> None:
-        """Leaves that layer of these blocks to the device. Where it cannot, nothing is done."""
+        """Has the device bring that layer of these blocks. Where it cannot, nothing is done."""
         if contract.cuda_lacks(storage.device.index or 0) is not None:
             return
-        self._outgoing = self._outgoing or outgoing.Outgoing(self._client)
+        self._outgoing = self._outgoing or outgoing.Outgoing()
         tokens = run[0].stop - run[0].start
         columns = storage[:, run[0].row, :, run[0].start - origin : run[-1].stop - origin]
         source, unfit = self._form.on_device(columns.unflatten(2, (-1, tokens)))
@@ -160,9 +160,9 @@ class Publisher:
                 if fits or self._quantised(slot, layer, storage, origin):  # which of them it was
                     self._mark(slot)
 
-        if self._outgoing.send(starts, source, arrived):
-            for slot in run:
-                slot.filled[layer] = slot.start - 1  # neither there nor to be sent again
+        for slot in run:
+            slot.filled[layer] = slot.start - 1  # neither there nor to be sent again
+        self._outgoing.send(starts, source, arrived)
 
     def _settle(self) -> None:
         if self._outgoing is not None:
@@ -228,7 +228,7 @@ class Publisher:
         """Gives back what was not sealed. Never raises for a store that is gone: the claim went with the
         session.
         """
-        self._settle()  # the device writes into what is given back now
+        self._settle()  # nobody writes into what is given back now
         slots, self._slots = self._slots, []
         for writer in {id(slot.writer): slot.writer for slot in slots}.values():
             try:

@@ -18,7 +18,6 @@ from kvclient.hf.connector import outgoing
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.save import Publisher
 from kvclient.kernels import contract
-from kvclient.kernels.host_memory import HostMemory
 from kvclient.kernels.transfer import extent
 from tests.kernels.test_transfer import LateLibrary
 
@@ -26,7 +25,7 @@ LAYERS, HEADS, WIDTH, TOKENS = 3, 2, 8, 16
 
 
 class FromTheDevice(LateLibrary):
-    """The other way: what must be registered is where the bytes go."""
+    """The other way: what must be pinned is where the bytes go."""
 
     def kvk_copy(self, targets, sources, sizes, count, stream):
         return super().kvk_copy(sources, targets, sizes, count, stream) or self._turn(stream, count)
@@ -43,14 +42,14 @@ class FromTheDevice(LateLibrary):
 @pytest.fixture
 def library(monkeypatch):
     made = FromTheDevice()
-    memory = HostMemory(made)
     monkeypatch.setattr(contract, "cuda", lambda: made)
     monkeypatch.setattr(contract, "cuda_lacks", lambda device=0: None)
-    monkeypatch.setattr(outgoing, "host_memory", lambda: memory)
     monkeypatch.setattr(outgoing, "DEVICES", ("cpu",))
+    monkeypatch.setattr(outgoing, "SLOT_BYTES", 3000)  # a row takes more, and ends inside of one
+    monkeypatch.setattr(outgoing, "_spare", [])
     yield made
     assert not made.streams and not made.events
-    memory.close()
+    assert len(made.pinned) == len(outgoing._spare) <= outgoing.MOST_SPARE
 
 
 @pytest.fixture
@@ -91,10 +90,10 @@ def test_a_layer_is_told_of_when_it_is_there(library, publisher, monkeypatch):
 
 
 def test_who_sends_does_not_wait(library, publisher, monkeypatch):
-    """Registering is slow, and the model goes on; no layer is told of before its turn."""
+    """The model goes on; no layer is told of before its turn."""
     writer, client, chain = publisher
-    going, told = threading.Event(), library.kvk_host_register
-    monkeypatch.setattr(library, "kvk_host_register", lambda *args: going.wait(60) and told(*args))
+    going, told = threading.Event(), library.kvk_event_synchronise
+    monkeypatch.setattr(library, "kvk_event_synchronise", lambda event: (going.wait(60), told(event))[1])
     writer.claim(chain, 0, 0, 0)
     for layer in range(LAYERS):
         writer.written(layer, 0, 4 * TOKENS, storage(layer), 0)
@@ -116,16 +115,13 @@ def test_what_is_given_back_is_written_by_nobody(library, publisher):
     assert client.lookup(chain).resident == 0
 
 
-def test_a_client_whose_daemon_waits_for_no_device_is_written_at_once(library, publisher, monkeypatch):
-    writer, client, chain = publisher
-    monkeypatch.setattr(client, "give_to_device", lambda writes=True: False)
-    for layer in range(LAYERS):
-        if not layer:
-            writer.claim(chain, 0, 0, 0)
-        writer.written(layer, 0, 4 * TOKENS, storage(layer), 0)
-        assert [slot.layers for slot in writer._slots] == [layer + 1] * 4
-    writer.seal()
-    assert client.lookup(chain).resident == 4 and not library.registered
+def test_slots_are_used_again(library, publisher):
+    writer, client, _ = publisher
+    for number in range(5):
+        other = kvclient.Chain(bytes([number]) * 32, list(range(4 * TOKENS)), TOKENS)
+        writer.publish(other, 0, 0, 0, [(layer, storage(layer), 0) for layer in range(LAYERS)])
+        assert client.lookup(other).resident == 4
+    assert len(library.pinned) == outgoing.SLOTS
 
 
 def test_a_row_that_begins_inside_a_block_goes_token_by_token(library, publisher):
