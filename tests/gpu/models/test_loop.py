@@ -1,0 +1,48 @@
+"""Proves that the loop of kvclient-serve on a GPU answers each request as alone, in passes of all that run.
+
+Method: the real loop on a tiny random model in fp32, requests at once of different lengths, twice, so that
+the second time their prompts are in the store; greedy tokens against plain generate(); passes and those of
+several requests are counted. On the emulation the layers are the same.
+"""
+
+import queue
+
+import pytest
+import torch
+
+pytest.importorskip("kvclient._core", reason="the client's native module is not built here")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import kvclient.hf
+from kvclient.hf.speculation import PromptLookup
+from kvclient.serve.engine import passes
+from kvclient.serve.engine.drafting import Drafting
+from kvclient.serve.engine.loop import Loop
+from kvclient.serve.scheduler import Limits
+from tests.hf.zoo import known, prompt
+from tests.serve.loop.test_loop import alone, ask, ended
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_requests_at_once_say_what_each_says_alone(place, client, monkeypatch, drafts):
+    model = known("llama", torch.float32).to(place)
+    together, step = [], passes.step
+    monkeypatch.setattr(
+        passes,
+        "step",
+        lambda model, tokens, *more: together.append(len(tokens)) or step(model, tokens, *more),
+    )
+    texts = [prompt(n, seed=n)[0].tolist() * (2 if drafts else 1) for n in (101, 37, 70)]
+    asked = [torch.tensor([text], device=place) for text in texts]
+    drafting = Drafting(PromptLookup(), 4, model.config.vocab_size) if drafts else None
+    options = {"block_tokens": 16, "in_place": True, "self_test": place.type != "cpu"}
+    with kvclient.hf.attach(model, client, **options) as kv:
+        loop = Loop(model, kv, Limits(max_batch=4, piece_tokens=48), drafting)
+        for _ in range(2):
+            events = queue.Queue()
+            jobs = [ask(loop, ids, events, i) for i, ids in enumerate(asked)]
+            ended(events, 3)
+            said = [job.tokens for job in jobs]
+            assert said == alone(model, kv, asked)
+        assert loop.stats()["device"] == str(model.device) and max(together) == 3
+        loop.close()
