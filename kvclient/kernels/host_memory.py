@@ -100,12 +100,17 @@ class HostMemory:
                 return None
             windows: list[_Window] = []
             parts: list[tuple[np.ndarray, ...]] = []
-            for index in np.unique(of).tolist():
-                found = self._of_map(self._maps[index], np.flatnonzero(of == index), starts, sizes, windows)
-                if found is None:
-                    self._release(windows)
-                    return None
-                parts += found
+            try:
+                for index in np.unique(of).tolist():
+                    items = np.flatnonzero(of == index)
+                    found = self._of_map(self._maps[index], items, starts, sizes, windows)
+                    if found is None:
+                        self._release(windows)
+                        return None
+                    parts += found
+            except BaseException:
+                self._release(windows)
+                raise
             columns = zip(*parts, strict=True) if parts else [[np.zeros(0, np.int64)]] * 4
             return Taken(*map(np.concatenate, columns), windows)
 

@@ -122,11 +122,17 @@ class Transfer:
             self._bounce_from(copies, 0, None)
             return
         for layer in range(len(self._events)):
-            asked = copies(layer)
-            if (taken := self._memory.take(asked.sources, asked.sizes)) is None:
+            try:
+                asked = copies(layer)
+                taken = self._memory.take(asked.sources, asked.sizes)
+                if taken is not None:
+                    self._queue(layer, asked, taken)
+            except BaseException as error:
+                self._fail(layer, error)
+                raise
+            if taken is None:
                 self._bounce_from(copies, layer, asked)
                 return
-            self._queue(layer, asked, taken)
 
     def wait(self, layer: int, stream: int) -> None:
         """The later work of `stream` waits for that layer. Raises what its copies raised."""
@@ -166,11 +172,15 @@ class Transfer:
                     raise Closed("the transfer was closed before this layer's turn")
                 if asked is None or layer > first:
                     asked = copies(layer)
+                    self._memory.look()  # that may have taken its time
                 self._queue(layer, asked, self._memory.take(asked.sources, asked.sizes))
         except BaseException as error:
-            self._failed = (layer, error)
-            for left in self._queued[layer:]:
-                left.set()
+            self._fail(layer, error)
+
+    def _fail(self, layer: int, error: BaseException) -> None:
+        self._failed = (layer, error)
+        for left in self._queued[layer:]:
+            left.set()
 
     def _queue(self, layer: int, asked: Copies, taken: Taken | None) -> None:
         if taken is not None:

@@ -275,3 +275,36 @@ def test_what_a_layer_raises_is_raised_where_it_is_awaited(shared):
 def test_scattered_memory_is_refused(shared):
     with pytest.raises(InvalidArgument, match="not contiguous"):
         extent(shared[0][::2])
+
+
+def test_who_waits_behind_a_failed_start_hears_of_it(shared):
+    library, target = LateLibrary(), np.zeros(64 * PAGE, np.uint8)
+    moving = Transfer(HostMemory(library), 3, library)
+    copies = layers_of(shared[0], 3, target)
+
+    def lost(layer):
+        if layer == 1:
+            raise Closed("the block is gone")
+        return copies(layer)
+
+    with pytest.raises(Closed, match="gone"):
+        moving.start(lost)
+    moving.wait(0, 0)
+    for layer in (1, 2):
+        with pytest.raises(Closed, match="gone"):
+            moving.wait(layer, 0)
+    moving.close()
+
+
+def test_a_window_that_cannot_be_had_leaves_no_user_of_the_others(shared, monkeypatch):
+    library = LateLibrary()
+    memory, told = HostMemory(library, window_bytes=16 * PAGE), library.kvk_host_register
+    memory.look()
+    monkeypatch.setattr(
+        library, "kvk_host_register", lambda *args: contract.DEVICE if library.registered else told(*args)
+    )
+    with pytest.raises(contract.DeviceRefused):
+        take(memory, shared[0][: 40 * PAGE])
+    del shared[:]
+    memory.look()
+    assert memory.registered_bytes == 0 and not library.registered

@@ -15,11 +15,11 @@ import torch
 from kvclient.blocks.identity import without_denied
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends
+from kvclient.hf.attention.handle import Reader
 from kvclient.hf.attention.one_row import ONE_ROW
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.attention.switch import (
     BROUGHT,
-    Reader,
     backend_of,
     bring,
     copied,

@@ -1,9 +1,8 @@
 """The keys that a cache hands to attention, marked: attention must bring them back to the layer they are of.
 
-Owns the mark and, per thread, the layer whose attention has not been asked for yet. Never computes.
-Invariant: a
-handle that was lost on the way (a model that works on its keys after the cache) raises: the answer would be
-silently wrong.
+Owns the mark, the question whether a model's attention brings them, and, per thread, the layer whose
+attention has not been asked for yet. Never computes. Invariant: a handle that was lost on the way (a model
+that works on its keys after the cache) raises: the answer would be silently wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+PREFIX = "kvclient_"  # of our implementations' names in a configuration
 HANDLE = "_kvclient_layer"  # the attribute of the keys that update() returns
 ASK = "_kvclient_ask"  # …of keys whose attention is to show its queries: a function
 _pending = threading.local()  # the layer whose attention has not been asked for yet
@@ -96,3 +96,26 @@ def tell(keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
     """The attention that these keys were handed to has its queries, both [batch, heads, tokens, head_dim]."""
     if (ask := getattr(keys, ASK, None)) is not None:
         ask(keys, query, scale)
+
+
+class Reader:
+    """Whether a model's attention is one that reads layers in place: asked by the layers themselves, whose
+    cache may outlive the attachment, or what was set at the call.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        # Past __getattribute__ of configurations, which takes ten times as long, for each layer of each step.
+        self._attributes = {} if config is None else object.__getattribute__(config, "__dict__")
+
+    def __call__(self) -> bool:
+        known = self._attributes.get("_attn_implementation_internal")
+        if known is None:
+            known = getattr(self._config, "_attn_implementation", "")
+        return str(known).startswith(PREFIX)
+
+    def __deepcopy__(self, memo: Any) -> Reader:
+        return self  # a copied cache is for the same model
+
+    def __reduce__(self) -> Any:
+        return Reader, (None,)  # one from a file is for a model that nobody here knows

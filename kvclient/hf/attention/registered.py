@@ -24,10 +24,9 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, dense, sdpa, torch_reference, triton
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.handle import ASK, HANDLE, awaited, in_step, layer_of, tell
+from kvclient.hf.attention.handle import ASK, HANDLE, PREFIX, awaited, in_step, layer_of, tell
 from kvclient.kernels import contract
 
-PREFIX = "kvclient_"
 # Parts of mask functions whose meaning the kernels know; sliding windows come as an argument of
 # attention, which install() proves.
 SLIDING_MASK = "sliding_window_overlay.<locals>.inner_mask"

@@ -133,26 +133,3 @@ def installed(model: torch.nn.Module) -> str | None:
 def configured(model: torch.nn.Module) -> list[tuple[str, Any]]:
     """The parts of the model that say in their configuration which attention they have, by name."""
     return [(name, part) for name, part in model.named_modules() if hasattr(part, "set_attn_implementation")]
-
-
-class Reader:
-    """Whether a model's attention is one that reads layers in place: asked by the layers themselves, whose
-    cache may outlive the attachment, or what was set at the call.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-        # Past __getattribute__ of configurations, which takes ten times as long, for each layer of each step.
-        self._attributes = {} if config is None else object.__getattribute__(config, "__dict__")
-
-    def __call__(self) -> bool:
-        known = self._attributes.get("_attn_implementation_internal")
-        if known is None:
-            known = getattr(self._config, "_attn_implementation", "")
-        return str(known).startswith(PREFIX)
-
-    def __deepcopy__(self, memo: Any) -> Reader:
-        return self  # a copied cache is for the same model
-
-    def __reduce__(self) -> Any:
-        return Reader, (None,)  # one from a file is for a model that nobody here knows

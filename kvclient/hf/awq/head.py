@@ -40,9 +40,10 @@ def give(model: Any) -> None:
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., inputs] times weight [outputs, inputs], as torch.nn.functional.linear."""
-    if not _fits(x, weight):
+    trained = bias is not None and torch.is_grad_enabled() and bias.requires_grad
+    if trained or not _fits(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
-    rows = x.detach().reshape(-1, x.shape[-1]).float().contiguous().numpy()
+    rows = x.detach().resolve_neg().reshape(-1, x.shape[-1]).float().contiguous().numpy()
     bits = weight.detach()
     if weight.dtype == torch.bfloat16:
         held = bits.view(torch.int16).numpy().view("uint16")
@@ -64,6 +65,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.is_contiguous()
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and not torch.is_autocast_enabled("cpu")
         and os.environ.get(ENVIRONMENT) != "torch"
         and cpu_kernels()

@@ -95,6 +95,7 @@ class AwqLinear(torch.nn.Module):
             and not self._in_lanes
             and not (torch.is_grad_enabled() and x.requires_grad)
             and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
             and not torch.is_autocast_enabled("cpu")
             and os.environ.get(ENVIRONMENT) != "torch"
             and cpu_kernels()
@@ -105,7 +106,7 @@ class AwqLinear(torch.nn.Module):
         if x.shape[-1] != self.in_features:
             raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
         inputs, outputs, _ = shape = self.in_features, self.out_features, self.group
-        rows = x.detach().reshape(-1, inputs).float().contiguous()
+        rows = x.detach().resolve_neg().reshape(-1, inputs).float().contiguous()
         bias = None if self.bias is None else self.bias.detach().float().contiguous()
         held = (self.qweight, self.qzeros, self.scales, bias)
         self._check_held(*held)
@@ -124,8 +125,11 @@ class AwqLinear(torch.nn.Module):
         for tensor, (name, kind), shape in zip(held, HELD, shapes, strict=True):
             if tensor is None and name == "bias":
                 continue
-            if tensor is None or tensor.dtype != kind or tensor.shape != shape or not tensor.is_contiguous():
-                found = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+            right = tensor is not None and tensor.dtype == kind and tensor.shape == shape
+            if not right or not tensor.is_cpu or not tensor.is_contiguous() or not tensor.data_ptr():
+                found = "nothing"
+                if tensor is not None:
+                    found = f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
                 raise InvalidArgument(f"{name} is {found}; expected {kind}{list(shape)}, contiguous")
 
     def _by_tiles(self, x: torch.Tensor) -> torch.Tensor:

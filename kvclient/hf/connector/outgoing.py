@@ -59,9 +59,10 @@ class Outgoing:
         """
         with torch.cuda.device(source.device) if source.is_cuda else contextlib.nullcontext():
             if self._thread is None:
+                self._stream = self._stream or self._made("kvk_stream_create")
+                while len(self._slots) < SLOTS:
+                    self._slots.append((self._slot(), self._made("kvk_event_create")))
                 self._thread = ThreadPoolExecutor(1, "kvclient-outgoing")
-                self._stream = self._made("kvk_stream_create")
-                self._slots = [(self._slot(), self._made("kvk_event_create")) for _ in range(SLOTS)]
             ready = self._made("kvk_event_create")
             self._check("kvk_event_record", ready, own_stream(source.device))
         copied = self._thread.submit(self._carry, starts, source, ready)
@@ -78,9 +79,9 @@ class Outgoing:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-                self._thread, self._bytes = None, 0
-                self._under_way.clear()
-                self._give_up()
+            self._thread, self._bytes = None, 0
+            self._under_way.clear()
+            self._give_up()
 
     def _carry(self, starts: np.ndarray, source: torch.Tensor, ready: int) -> None:
         """The thread's: returns when the bytes are there."""
@@ -138,7 +139,9 @@ class Outgoing:
             if not kept:
                 self._check("kvk_host_free", address)
         self._slots = []
-        self._check("kvk_stream_destroy", self._stream)
+        if self._stream:
+            self._check("kvk_stream_destroy", self._stream)
+            self._stream = 0
 
     def _made(self, name: str) -> int:
         out = c_void_p()

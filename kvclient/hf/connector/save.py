@@ -8,6 +8,7 @@ granted is sealed or aborted at its end.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -228,13 +229,13 @@ class Publisher:
         """Gives back what was not sealed. Never raises for a store that is gone: the claim went with the
         session.
         """
-        self._settle()  # nobody writes into what is given back now
         slots, self._slots = self._slots, []
-        for writer in {id(slot.writer): slot.writer for slot in slots}.values():
-            try:
-                writer.abort()
-            except ConnectionError:
-                pass
+        try:
+            self._settle()  # nobody writes into what is given back now
+        finally:
+            for writer in {id(slot.writer): slot.writer for slot in slots}.values():
+                with contextlib.suppress(ConnectionError):
+                    writer.abort()
 
     def _seal(self, writer: Any, index: int | None, blocks: int) -> None:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvclient.hf.layers.forwards import takes
+from kvclient.hf.layers.forwards import stands, takes
 from kvclient.hf.release import CACHE
 from kvclient.kernels import contract
 
@@ -30,7 +30,9 @@ _TURNS = sizeof(contract.Turns)
 def is_known(module: Any) -> bool:
     """Whether its forward is the one below, and of heads that the kernel takes."""
     code = getattr(type(module).forward, "__code__", None)
-    known = code is not None and set(code.co_names) == NAMES and code.co_consts[-1] == ("dropout", "scaling")
+    # Early releases hand a cache_position on, which the copy does not know.
+    known = code is not None and "cache_position" not in code.co_varnames
+    known = known and set(code.co_names) == NAMES and code.co_consts[-1] == ("dropout", "scaling")
     parts = module._modules.keys() >= PARTS and not module._parameters
     return known and parts and module.head_dim % LANES == 0
 
@@ -38,7 +40,7 @@ def is_known(module: Any) -> bool:
 def of_attention(module: Any) -> Callable[..., Any]:
     """In the place of LlamaAttention's."""
     usual, names = type(module).forward, type(module).forward.__globals__
-    scaling, head_dim, index = module.scaling, module.head_dim, module.layer_idx
+    head_dim = module.head_dim
 
     def forward(
         hidden_states: torch.Tensor,
@@ -47,7 +49,9 @@ def of_attention(module: Any) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         cos, sin = position_embeddings or (None, None)
-        if not (fits(cos, hidden_states) and takes(hidden_states, module.q_proj.weight)):
+        alike = fits(cos, hidden_states, head_dim) and cos.shape == sin.shape and sin.dtype is cos.dtype
+        seen = not (stands(module.q_proj) and stands(module.k_proj))  # by who would see them turned
+        if seen or not alike or not takes(hidden_states, module.q_proj.weight):
             return usual(module, hidden_states, position_embeddings, attention_mask, **kwargs)
         query, key = module.q_proj(hidden_states), module.k_proj(hidden_states)
         if not (is_fresh(query) and is_fresh(key)):  # of a layer that an adapter took the place of since
@@ -59,23 +63,26 @@ def of_attention(module: Any) -> Callable[..., Any]:
         turn(query, key, cos, sin)
         query, key = query.view(heads).transpose(1, 2), key.view(heads).transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, index)
+            key, value = cache.update(key, value, module.layer_idx)
         implementation = module.config._attn_implementation
         attend = names["ALL_ATTENTION_FUNCTIONS"].get_interface(
             implementation, names["eager_attention_forward"]
         )
         dropout = module.attention_dropout if module.training else 0.0
         out, weights = attend(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs
         )
         return module.o_proj(out.reshape(*shape, -1).contiguous()), weights
 
     return forward
 
 
-def fits(cos: torch.Tensor | None, hidden: torch.Tensor) -> bool:
-    """Whether cos [..., head_dim] has a row of fp32 for each of hidden [..., inputs]."""
-    return cos is not None and cos.dtype is torch.float32 and cos.shape[:-1] == hidden.shape[:-1]
+def fits(cos: torch.Tensor | None, hidden: torch.Tensor, head_dim: int) -> bool:
+    """Whether cos [..., head_dim] has a row of fp32 for each of hidden [..., inputs]: a model that turns a
+    part of a head has narrower ones.
+    """
+    whole = cos is not None and cos.dtype is torch.float32 and cos.shape[-1] == head_dim
+    return whole and cos.shape[:-1] == hidden.shape[:-1]
 
 
 def is_fresh(states: torch.Tensor) -> bool:

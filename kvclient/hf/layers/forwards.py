@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import byref, sizeof
-from typing import Any
+from types import MethodType
+from typing import Any, TypeGuard
 
 import torch
 
@@ -19,10 +20,13 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 _LINEAR, _NORM = sizeof(contract.Linear), sizeof(contract.Norm)
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether the kernels take x and weight, both [..., inputs]: fp32 on the CPU, whole rows, untraced."""
+def takes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> bool:
+    """Whether the kernels take x and weight, both [..., inputs], and a bias [outputs]: fp32 on the CPU, whole
+    rows, untraced.
+    """
     return (
-        weight is not None
+        type(x) is torch.Tensor
+        and _is_plain(weight)
         and x.dtype is weight.dtype is torch.float32
         and x.is_cpu
         and weight.is_cpu
@@ -31,9 +35,47 @@ def takes(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
         and x.is_contiguous()
         and weight.is_contiguous()
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and (bias is None or _is_number_a_row(bias))
+        and not x.is_neg()
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _is_plain(weight: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return type(weight) in (torch.nn.Parameter, torch.Tensor)
+
+
+def _is_number_a_row(bias: torch.Tensor) -> bool:
+    plain = _is_plain(bias) and bias.dtype is torch.float32 and bias.is_cpu and bias.is_contiguous()
+    return plain and not (torch.is_grad_enabled() and bias.requires_grad)
+
+
+class Installed:
+    """What stands in a module's __dict__ as its forward. A copy of the module has its class's forward again,
+    as what stands here reads the weights of the module that it was made for; so has one from a file.
+    """
+
+    def __init__(self, module: torch.nn.Module, made: Callable[..., Any]) -> None:
+        self.module = module
+        self.__func__ = made  # as a bound method names what it calls (kvclient.hf.model.watch)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return MethodType(type(self.module).forward, memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, "forward")  # of one that has nothing in its __dict__ yet
+
+
+def stands(module: torch.nn.Module) -> bool:
+    """Whether a module's forward is the one that was put there, and nobody wants to see what goes through it.
+    """
+    ours = type(module.__dict__.get("forward")) is Installed
+    return ours and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def multiply(
@@ -58,10 +100,10 @@ def of_linear(module: torch.nn.Linear) -> Forward:
     usual, held = type(module).forward, module._parameters
 
     def forward(input: torch.Tensor) -> torch.Tensor:  # its caller may name it, as nn.Linear's
-        weight = held["weight"]
-        if not takes(input, weight):
+        weight, bias = held.get("weight"), held.get("bias")
+        if not takes(input, weight, bias):
             return usual(module, input)
-        return multiply(input, weight, held["bias"])
+        return multiply(input, weight, bias)
 
     return forward
 
@@ -71,7 +113,7 @@ def of_norm(module: torch.nn.Module, epsilon: float) -> Forward:
     usual, held = type(module).forward, module._parameters
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = held["weight"]
+        weight = held.get("weight")
         if not takes(hidden_states, weight):
             return usual(module, hidden_states)
         out, width = torch.empty_like(hidden_states), hidden_states.shape[-1]
@@ -88,13 +130,22 @@ def of_norm(module: torch.nn.Module, epsilon: float) -> Forward:
 
 def of_gated(module: Any) -> Forward:
     """In the place of down(silu(gate(x)) * up(x)): what lies between is one tensor, not three."""
-    usual = type(module).forward
-    gate, up, down = (part._parameters for part in (module.gate_proj, module.up_proj, module.down_proj))
+    usual, modules = type(module).forward, module._modules
+    parts = [module.gate_proj, module.up_proj, module.down_proj]
+    gate, up, down = (part._parameters for part in parts)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if not (takes(x, gate["weight"]) and takes(x, up["weight"])):
+        now = [modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")]
+        same = all(part is was and stands(was) for part, was in zip(now, parts, strict=True))
+        if not (
+            same
+            and takes(x, gate.get("weight"), gate.get("bias"))
+            and takes(x, up.get("weight"), up.get("bias"))
+        ):
             return usual(module, x)
         between = multiply(x, gate["weight"], gate["bias"], up["weight"], up["bias"])
+        if not takes(between, down.get("weight"), down.get("bias")):
+            return module.down_proj(between)
         return multiply(between, down["weight"], down["bias"])
 
     return forward

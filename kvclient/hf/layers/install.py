@@ -32,14 +32,15 @@ def install(model: torch.nn.Module) -> int:
         return 0
     found = 0
     known: dict[Any, bool] = {}
-    for module, made, kind in list(_candidates(model)):
+    # All are found before any is changed; layers come first, for what stands over them asks for theirs.
+    for module, made, kind in sorted(_candidates(model), key=lambda found: found[2] is not None):
         if "forward" in module.__dict__ or _hooked(module):
             continue
         if kind is not None and kind not in known:
             known[kind] = _same(module, made)
         if not known.get(kind, True):
             continue
-        module.__dict__["forward"] = made
+        module.__dict__["forward"] = forwards.Installed(module, made)
         found += 1
     return found
 
@@ -64,13 +65,16 @@ def _is_norm(module: torch.nn.Module) -> bool:
 
 
 def _is_gated(module: Any) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or set(code.co_names) != GATED | {"act_fn"}:
+        return False  # one may clamp what only some numbers reach
     if module._modules.keys() != GATED | {"act_fn"} or not type(module.act_fn).__name__.startswith("SiLU"):
         return False
     return all(_is_layer(part) for part in map(module.get_submodule, GATED))
 
 
 def _is_layer(module: Any) -> bool:
-    return type(module) is torch.nn.Linear and _fits(module)
+    return type(module) is torch.nn.Linear and "forward" not in module.__dict__ and _fits(module)
 
 
 def _fits(module: torch.nn.Linear) -> bool:

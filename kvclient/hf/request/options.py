@@ -11,7 +11,7 @@ from numbers import Real
 from kvclient.blocks.chunker import Chunker
 from kvclient.checks import check_bounds, whole_seconds
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attention.switch import Reader
+from kvclient.hf.attention.handle import Reader
 from kvclient.hf.cache.page_pool import PagePool
 
 MAX_PRIORITY, MAX_FOLLOW_S = 100, 3600

@@ -19,6 +19,7 @@ from kvclient.hf.attention import one_row
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
 from kvclient.hf.streaming.model import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
+from tests.hf.zoo import known, near, prompt
 
 HERE = torch.nn.Module()
 HERE.is_causal, HERE.num_key_value_groups = True, 7
@@ -138,3 +139,24 @@ def test_an_attached_model_reads_blocks_in_place_and_has_it_back(home):
         assert torch.equal(model.generate(ids, **options), wanted)
     attachment.detach()
     assert model.config._attn_implementation == one_row.ONE_ROW
+
+
+@pytest.mark.parametrize(("kind", "takes"), [("llama", True), ("qwen2", True), ("deepseek_v32", False)])
+def test_a_model_whose_code_asks_for_the_name_keeps_it(kind, takes):
+    """Sparse attention puts its indices into the mask of "sdpa" and of no other name; Gemma 4 keeps rows."""
+    model, ids = known(kind), prompt(40)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        one_row.give(model)
+        assert (model.config._attn_implementation == one_row.ONE_ROW) is takes
+        assert near(model(ids, use_cache=False).logits, wanted)
+
+
+@pytest.mark.parametrize("told", ["cache", "softcap", "position_bias"])
+def test_what_torchs_attention_is_told_besides_goes_there(monkeypatch, told):
+    operands, seen = qkv(torch.float32), []
+    torchs = "sdpa_attention_forward"
+    monkeypatch.setattr(one_row, torchs, lambda *_, **more: seen.append(more) or (None, None))
+    one_row.attention(HERE, *operands, None, **{told: object()})
+    assert told in seen[0]
