@@ -207,7 +207,8 @@ def extent(memory: np.ndarray) -> tuple[int, int]:
 
 
 def queue(library: Any, copies: Copies, stream: int) -> None:
-    """Queues them on a stream, in order; host memory of either side must be registered."""
+    """Queues them on a stream, those of one call in any order; host memory of either side must be registered.
+    """
     columns = [np.ascontiguousarray(column) for column in copies]
     addresses = (column.ctypes.data for column in columns)
     if len(copies.sizes):
