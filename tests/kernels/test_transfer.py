@@ -6,6 +6,7 @@ unregistered too early or an event recorded too early shows as wrong bytes. Whic
 read off its list of calls. CUDA's own functions are tried in tests/gpu.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -253,8 +254,10 @@ def test_pieces_meet_where_windows_do(shared):
     assert len(library.registered) == 4 and len(taken.items) == 1 + 4 + 1
 
 
-def test_what_a_layer_raises_is_raised_where_it_is_awaited(shared):
-    library, target = LateLibrary(refuse=True), np.zeros(64 * PAGE, np.uint8)
+@pytest.mark.parametrize("refuse", [False, True])
+def test_what_a_layer_raises_is_raised_where_it_is_awaited(shared, refuse):
+    """Bounced, by a thread; and queued at once, where start() raises it as well."""
+    library, target = LateLibrary(refuse=refuse), np.zeros(64 * PAGE, np.uint8)
     moving = Transfer(HostMemory(library), 3, library)
     copies = layers_of(shared[0], 3, target)
 
@@ -263,7 +266,8 @@ def test_what_a_layer_raises_is_raised_where_it_is_awaited(shared):
             raise Closed("the block is gone")
         return copies(layer)
 
-    moving.start(lost)
+    with contextlib.nullcontext() if refuse else pytest.raises(Closed, match="gone"):
+        moving.start(lost)
     moving.wait(0, 0)
     for layer in (1, 2):
         with pytest.raises(Closed, match="gone"):
@@ -275,25 +279,6 @@ def test_what_a_layer_raises_is_raised_where_it_is_awaited(shared):
 def test_scattered_memory_is_refused(shared):
     with pytest.raises(InvalidArgument, match="not contiguous"):
         extent(shared[0][::2])
-
-
-def test_who_waits_behind_a_failed_start_hears_of_it(shared):
-    library, target = LateLibrary(), np.zeros(64 * PAGE, np.uint8)
-    moving = Transfer(HostMemory(library), 3, library)
-    copies = layers_of(shared[0], 3, target)
-
-    def lost(layer):
-        if layer == 1:
-            raise Closed("the block is gone")
-        return copies(layer)
-
-    with pytest.raises(Closed, match="gone"):
-        moving.start(lost)
-    moving.wait(0, 0)
-    for layer in (1, 2):
-        with pytest.raises(Closed, match="gone"):
-            moving.wait(layer, 0)
-    moving.close()
 
 
 def test_a_window_that_cannot_be_had_leaves_no_user_of_the_others(shared, monkeypatch):
