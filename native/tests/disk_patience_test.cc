@@ -40,7 +40,7 @@ struct TwoDirectories {
     open = true;
   }
   bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), {})); }
-  uint64_t one_of(bool other_directory) {
+  uint64_t first_of(bool other_directory) {
     uint64_t i = 0;
     while (in_other(i) != other_directory) ++i;
     return i;
@@ -79,7 +79,7 @@ TEST(an_open_that_does_not_return_holds_up_no_other_directory) {
   TwoDirectories two;
   DiskRig& rig = two.rig;
   two.hooks.open = [&](const std::string&) { return two.hold(); };
-  const uint64_t stuck = two.one_of(false), read = two.one_of(true);
+  const uint64_t stuck = two.first_of(false), read = two.first_of(true);
   CHECK_EQ(rig.tier->promote(key(stuck), 35), Presence::Pending);
   CHECK(eventually([&] { return two.tells(); }));
   for (uint64_t i = 0; i < two.kBlocks; ++i)
@@ -131,7 +131,7 @@ TEST(a_removal_that_does_not_return_is_made_once_it_does) {
   TwoDirectories two;
   DiskRig& rig = two.rig;
   two.hooks.remove = [&](const std::string&) { return two.hold(); };
-  const uint64_t stuck = two.one_of(false), other = two.one_of(true);
+  const uint64_t stuck = two.first_of(false), other = two.first_of(true);
   CHECK(rig.store->remove(key(stuck)) && rig.store->remove(key(other)));
   CHECK(eventually([&] { return two.tells() && !two.in_other(other); }));
   CHECK_EQ(rig.presence(stuck), Presence::Missing);
@@ -144,7 +144,7 @@ TEST(a_removal_that_does_not_return_is_made_once_it_does) {
 TEST(a_directory_that_answers_after_the_start_holds_up_no_other_and_joins) {
   TwoDirectories two;
   DiskRig& rig = two.rig;
-  const uint64_t late = two.one_of(false), read = two.one_of(true);
+  const uint64_t late = two.first_of(false), read = two.first_of(true);
   uint64_t deleted = late + 1;
   while (two.in_other(deleted)) ++deleted;
   two.restart_beside_a_silent_one();
@@ -166,7 +166,7 @@ TEST(a_listing_that_does_not_return_holds_up_no_other_directory) {
   TwoDirectories two;
   DiskRig& rig = two.rig;
   two.hooks.make_directories = [&] { two.hold(); };
-  const uint64_t stuck = two.one_of(false), read = two.one_of(true);
+  const uint64_t stuck = two.first_of(false), read = two.first_of(true);
   uint64_t deleted = stuck + 1;
   while (two.in_other(deleted)) ++deleted;
   rig.tier.reset();
@@ -219,6 +219,27 @@ TEST(a_flush_does_not_hang_with_a_listing) {
   CHECK(!two.open && eventually([&] { return two.other.files().empty(); }));
   two.go_on();
   CHECK(eventually([&] { return rig.files().empty(); }));
+}
+
+// For days, say: what was deleted meanwhile is remembered up to as many keys as there may be files. Of more, nothing that lies
+// in that directory is ever found again.
+TEST(more_deletes_than_can_be_remembered_beside_a_silent_directory_are_a_flush_of_it) {
+  constexpr uint64_t kMost = TwoDirectories::kBlocks + 8;
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  const uint64_t silent = two.first_of(false);
+  rig.also = [before = rig.also](DiskTier::Options& options) { before(options), options.max_files = kMost; };
+  two.restart_beside_a_silent_one();
+  for (uint64_t i = 5000; i < 5000 + 2 * kMost; ++i) {
+    CHECK(rig.put_on_disk(i) && rig.store->remove(key(i)));
+    CHECK(eventually([&] { return !two.in_other(i); }));
+  }
+  CHECK(eventually([&] { return StoreTest::files_that_go(*rig.store) <= kMost; }));
+  rig.tier->open(0, std::move(two.late));
+  CHECK(eventually([&] { return rig.files().empty() && StoreTest::files_that_go(*rig.store) == 0; }));
+  CHECK_EQ(rig.tier->promote(key(silent), 35), Presence::Missing);
+  CHECK(rig.put_on_disk(12000));
+  rig.store->check_integrity();
 }
 
 // What it has is not known: half of the quota, for all that anybody can say.

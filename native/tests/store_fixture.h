@@ -37,6 +37,10 @@ class StoreTest {
     return store.own_pins_.contains(record);
   }
   static size_t expiries(Store& store) { return store.expiries_.size(); }
+  static size_t files_that_go(Store& store) {
+    std::lock_guard lock(store.mutex_);
+    return store.disk_.going.size();
+  }
   static PinAllowance allowance(Store& store, uint32_t session) {
     std::lock_guard lock(store.mutex_);
     return store.sessions_.at(session)->allowance;
@@ -232,7 +236,7 @@ class Rig {
 class Page {
  public:
   explicit Page(Store& store, uint32_t max_pins = 64, uint32_t uid = ::geteuid(), bool read_only = false, bool asks = true)
-      : own(asks && uid == ::geteuid() ? &store : nullptr) {
+      : asked(asks && uid == ::geteuid() ? &store : nullptr) {
     Fd locked;
     std::tie(id, locked) = store.open_session(max_pins, static_cast<uint32_t>(::getpid()), uid, read_only,
                                               asks ? protocol::kVersion : protocol::kOldestVersion);
@@ -249,12 +253,12 @@ class Page {
     const uint64_t word = pin_word(handle.record, handle.generation);
     uint32_t slot;
     if (board->take({&word, 1}, &slot) == 1) return slot;
-    if (own && board->bounded()) own->allow_pins(id, static_cast<uint32_t>(board->taken()) + 1, 1);
+    if (asked && board->bounded()) asked->allow_pins(id, static_cast<uint32_t>(board->taken()) + 1, 1);
     return board->take({&word, 1}, &slot) == 1 ? slot : PinBoard::kNoSlot;
   }
   void clear(uint32_t slot) { board->clear({&slot, 1}); }
 
-  Store* own;  // whose pins are not bounded, and which is asked for words
+  Store* asked;  // whose pins are not bounded, and which is asked for words
   uint32_t id = 0;
   std::optional<PinBoard> board;
 };

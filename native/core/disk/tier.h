@@ -313,7 +313,7 @@ class DiskTier final : public LowerTier {
   std::vector<Key> doomed_;                             // to be removed
   std::unordered_set<Key, KeyHash> doomed_unknown_;     // of those, the ones not in the index (yet): max_files_ at most
   std::vector<Key> gone_unknown_;                       // of those, the ones whose files are gone
-  std::unordered_set<Key, KeyHash> gone_later_;         // deleted, with no file that anybody looks for: to be told as gone
+  std::unordered_set<Key, KeyHash> gone_later_;         // deleted, no file of it looked for: to be told; max_files_ at most
   std::deque<Leftover> leftovers_;                      // files to be removed; in reserved_bytes_ until they are
   std::unordered_multiset<Key, KeyHash> misplaced_;     // whose block such a file is
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when asking again starts no load (ms)

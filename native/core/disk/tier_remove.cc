@@ -184,11 +184,14 @@ void DiskTier::tell_if_gone(const Key& key) {
   tell_gone(key);
 }
 
-// Not while a file of it may lie where nobody looks for it here: another daemon would find it there.
+// Not while a file of it may lie where nobody looks for it here: another daemon would find it there. Of more keys than there
+// may be files that is not remembered one by one: nothing that is found where nobody could list will be taken.
 void DiskTier::tell_gone(const Key& key) {
   {
     std::lock_guard lock(mutex_);
-    if (!listed_ || misplaced_.contains(key)) return (void)gone_later_.insert(key);
+    const bool many = gone_later_.size() >= max_files_;
+    if (misplaced_.contains(key) || (!listed_ && !many)) return (void)gone_later_.insert(key);
+    if (!listed_) doom_what_is_found_ = true;
   }
   store_.file_gone(key);
 }
