@@ -149,10 +149,12 @@ cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in netw
 
 CONTENDERS ?= ours hf
 MINUTES ?= 5
-soak: build $(VENV)/.dev ## 4 and 64 clients, daemon, files, the disk and three hosts broken at random, each for MINUTES=5; every byte is checked
+soak: build $(VENV)/.dev ## 4 and 64 clients, daemon, files, the disk, three hosts and a pool across machines broken at random, each for MINUTES=5; every byte is checked
 	@$(PY) -m tests.soak --minutes $(MINUTES)
 	@$(PY) -m tests.soak --clients 64 --minutes $(MINUTES)
 	@$(PY) -m tests.soak.hosts --minutes $(MINUTES)
+	@.ci/cluster
+	@SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -q -s -m engines tests/hosts/cluster/test_chaos.py -k 0
 
 soak-serving: model ## 200 clients on one server for MINUTES=5, its daemon killed under it; every answer is checked
 	@SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -q -s tests/serve/test_soak.py

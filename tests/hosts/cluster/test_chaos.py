@@ -2,6 +2,7 @@
 all put, get, follow and delete. No byte is wrong, none leaks, nothing stays lent, and all come back.
 
 Real etcd and real Mooncake in network namespaces: needs `.ci/cluster`, and root for the namespaces.
+Method: ROUNDS of harm; with SOAK_MINUTES (`make soak`) as many as fit into them, for each seed.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from cluster_here import fabric_pid, told, until
 pytestmark = pytest.mark.engines
 
 NAMES, ROUNDS, WORK_S = "abc", 10, 4.0
+SOAK_S = 60 * float(os.environ.get("SOAK_MINUTES", "0"))
 
 
 class Place:
@@ -73,7 +76,9 @@ class Chaos:
     def run(self):
         for worker in self.workers:
             worker.start()
-        for _ in range(ROUNDS):
+        began, rounds = time.monotonic(), 0
+        while rounds < ROUNDS or time.monotonic() - began < SOAK_S:
+            rounds += 1
             undo = self.harm()
             self.over.wait(self.choose.uniform(0.5, WORK_S))  # which nobody sets: clients work meanwhile
             undo()
