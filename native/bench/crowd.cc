@@ -75,7 +75,7 @@ struct House {
   void beside(const char* name, uint32_t clients, uint64_t each, uint32_t hostile_words = 0) {
     std::vector<Handle> handles;
     for (uint64_t back = 0; handles.size() < clients * each && back < next; ++back)
-      if (const Handle one = youngest(back); one.generation) handles.push_back(one);
+      if (const Handle handle = youngest(back); handle.generation) handles.push_back(handle);
     {
       std::vector<std::unique_ptr<Page>> pages;
       uint64_t pins = 0;

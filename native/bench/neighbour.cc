@@ -34,9 +34,9 @@ std::unique_ptr<Client> client(const std::string& path, const char* name) {
 
 // False if it was refused.
 bool put(Client& by, uint64_t number) {
-  const Key one = key(number);
+  const Key wanted = key(number);
   const uint32_t tokens = 1;
-  const auto grants = by.create({.keys = {&one, 1}, .token_counts = std::vector<uint32_t>{tokens}, .layout = 0});
+  const auto grants = by.create({.keys = {&wanted, 1}, .token_counts = std::vector<uint32_t>{tokens}, .layout = 0});
   const size_t all[] = {0};
   if (!grants->item(0).open) return false;
   grants->bytes(0), grants->seal(all);

@@ -85,10 +85,10 @@ void merge_task(void* context, uint32_t worker, uint64_t i) {
   const uint32_t width = padded(plan.a.head_dim);
   const Scratch scratch = scratch_at(plan.scratch + worker * scratch_bytes(plan.a.head_dim), plan.a.head_dim);
   for (uint32_t row = task.row_start; row < task.row_stop; ++row) {
-    float* own = plan.partial + i * plan.cuts * plan.partial_floats() + uint64_t{row - task.row_start} * (width + 2);
-    float row_max = own[width], row_sum = own[width + 1];
-    for (uint32_t cut = 1; cut < plan.cuts; ++cut) merge_row(own, &row_max, &row_sum, own + cut * plan.partial_floats(), width);
-    finish_row(plan.a, task.batch, task.kv_head, row, own, row_max, row_sum, scratch.turned);
+    float* part = plan.partial + i * plan.cuts * plan.partial_floats() + uint64_t{row - task.row_start} * (width + 2);
+    float row_max = part[width], row_sum = part[width + 1];
+    for (uint32_t cut = 1; cut < plan.cuts; ++cut) merge_row(part, &row_max, &row_sum, part + cut * plan.partial_floats(), width);
+    finish_row(plan.a, task.batch, task.kv_head, row, part, row_max, row_sum, scratch.turned);
   }
 }
 

@@ -14,10 +14,10 @@ inline void merge_row(float* sum, float* row_max, float* row_sum, const float* o
   const float other_max = other[width], other_sum = other[width + 1];
   if (other_max == -__builtin_inff() && other_sum == 0) return;
   const float now = *row_max > other_max ? *row_max : other_max;
-  const float own = *row_max == -__builtin_inff() ? 0.0f : __builtin_exp2f(*row_max - now);
+  const float kept = *row_max == -__builtin_inff() ? 0.0f : __builtin_exp2f(*row_max - now);
   const float others = other_max == -__builtin_inff() ? 1.0f : __builtin_exp2f(other_max - now);  // NaN without a largest score
-  for (uint32_t i = 0; i < width; ++i) sum[i] = sum[i] * own + other[i] * others;
-  *row_sum = *row_sum * own + other_sum * others;
+  for (uint32_t i = 0; i < width; ++i) sum[i] = sum[i] * kept + other[i] * others;
+  *row_sum = *row_sum * kept + other_sum * others;
   *row_max = now;
 }
 

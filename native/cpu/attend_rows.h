@@ -157,14 +157,15 @@ void attend_segment(const kvk_attention& a, const Task& task, const kvk_segment&
     const int64_t first_key = segment.new_position + static_cast<int64_t>(start - segment.first);
     start += tile.count;
     if (Isa::few(a, task, tile, rows, q, held, s)) continue;
-    const Sighted own = sighted(a, task, first_key, tile.count);
-    if (own.first == own.stop) continue;
-    Scratch part = from_row(s, own.first, width);
+    const Sighted rows_seen = sighted(a, task, first_key, tile.count);
+    if (rows_seen.first == rows_seen.stop) continue;
+    Scratch part = from_row(s, rows_seen.first, width);
     if (!Isa::scores(tile, rows, a.head_dim, width, q, held, s))
-      scores_f32(tile, own.stop - own.first, a.head_dim, width, q + own.first * width, part);
+      scores_f32(tile, rows_seen.stop - rows_seen.first, a.head_dim, width, q + rows_seen.first * width, part);
     for (uint32_t r = 0; r < rows; ++r)
       softmax_row(a, seen(a, position_of(a, task, task.row_start + r), first_key, tile.count), tile.count, width, r, s);
-    if (!Isa::values(tile, rows, a.head_dim, width, s)) values_f32(tile, own.stop - own.first, a.head_dim, width, part);
+    if (!Isa::values(tile, rows, a.head_dim, width, s))
+      values_f32(tile, rows_seen.stop - rows_seen.first, a.head_dim, width, part);
   }
 }
 

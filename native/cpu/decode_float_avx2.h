@@ -62,12 +62,12 @@ inline void fold_four(const Tile& tile, uint32_t group, uint32_t rows, uint32_t 
 
 // Two keys and four rows: [key][row].
 template <uint32_t kCodec>
-inline __m256 score_two(const uint8_t* one, const uint8_t* other, const float* q, uint32_t head_dim) {
+inline __m256 score_two(const uint8_t* left, const uint8_t* right, const float* q, uint32_t head_dim) {
   __m256 sum[2][kFew];
 #pragma GCC unroll 4
   for (uint32_t r = 0; r < kFew; ++r) sum[0][r] = sum[1][r] = _mm256_setzero_ps();
   for (uint32_t i = 0; i < head_dim; i += 8, q += 8 * kFew) {
-    const __m256 a = eight_of<kCodec>(one, i), b = eight_of<kCodec>(other, i);
+    const __m256 a = eight_of<kCodec>(left, i), b = eight_of<kCodec>(right, i);
 #pragma GCC unroll 4
     for (uint32_t r = 0; r < kFew; ++r) {
       const __m256 factor = _mm256_load_ps(q + 8 * r);

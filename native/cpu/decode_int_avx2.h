@@ -87,15 +87,15 @@ inline __m256i fold_sixteen_bytes(const float* x, __m256 per_step, __m256i* to) 
     _mm256_store_si256(low, _mm256_permute2x128_si256(both, both, 0x00));
     _mm256_store_si256(high, _mm256_permute2x128_si256(both, both, 0x11));
   };
-  const __m256i one = _mm256_set1_epi16(1), words = words_of(x, per_step);
+  const __m256i ones = _mm256_set1_epi16(1), words = words_of(x, per_step);
   if constexpr (kCodec == KVK_INT8) {
     twice_beside(even_odd(words), to, to + kFew);
-    return _mm256_madd_epi16(words, one);
+    return _mm256_madd_epi16(words, ones);
   }
   const __m256i more = words_of(x + 16, per_step), a = even_odd(words), b = even_odd(more);
   twice_beside(even_odd(_mm256_permute2x128_si256(a, b, 0x20)), to, to + 2 * kFew);
   twice_beside(even_odd(_mm256_permute2x128_si256(a, b, 0x31)), to + kFew, to + 3 * kFew);
-  return _mm256_add_epi32(_mm256_madd_epi16(words, one), _mm256_madd_epi16(more, one));
+  return _mm256_add_epi32(_mm256_madd_epi16(words, ones), _mm256_madd_epi16(more, ones));
 }
 
 // The queries with one group's scales of K in them, [four rows][sixteen bytes of a key][plane][row]; s.step and s.shift.
@@ -147,21 +147,21 @@ inline void fold_words(const Tile& tile, uint32_t group, uint32_t rows, uint32_t
 
 // ---------------------------------------------------------------- scores
 
-inline __m256i beside(const uint8_t* one, const uint8_t* other) {  // sixteen bytes each
-  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(one));
-  return _mm256_inserti128_si256(_mm256_castsi128_si256(a), _mm_loadu_si128(reinterpret_cast<const __m128i*>(other)), 1);
+inline __m256i beside(const uint8_t* low, const uint8_t* high) {  // sixteen bytes each
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(a), _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);
 }
 
 // x0, x1: sixteen bytes of two keys each; q: the queries for them, [plane][row].
 template <uint32_t kCodec, uint32_t kPlane>
 inline void multiply_plane(__m256i x0, __m256i x1, const __m256i* q, __m256i (*sum)[kFew]) {
-  const __m256i one = Words<kCodec>::template plane<kPlane>(x0), other = Words<kCodec>::template plane<kPlane>(x1);
+  const __m256i first = Words<kCodec>::template plane<kPlane>(x0), second = Words<kCodec>::template plane<kPlane>(x1);
 #pragma GCC unroll 4
   for (uint32_t r = 0; r < kFew; ++r) {
     __m256i factor = _mm256_load_si256(q + kPlane * kFew + r);
     asm("" : "+x"(factor));  // read once: two reads a cycle are what bounds this
-    multiply_add(sum[0][r], one, factor);
-    multiply_add(sum[1][r], other, factor);
+    multiply_add(sum[0][r], first, factor);
+    multiply_add(sum[1][r], second, factor);
   }
   if constexpr (kPlane + 1 < Words<kCodec>::kCount) multiply_plane<kCodec, kPlane + 1>(x0, x1, q, sum);
 }
@@ -227,7 +227,7 @@ inline void weights_words(uint32_t count, uint32_t r, float* step, float* shift,
     const __m256 weight = _mm256_load_ps(weights + i);
     most = _mm256_max_ps(weight, most), all = _mm256_add_ps(all, weight);
   }
-  const __m128 largest = most_of_keys(most), one = _mm_mul_ps(largest, _mm_set1_ps(1 / kFewLargest));
+  const __m128 largest = most_of_keys(most), per_key = _mm_mul_ps(largest, _mm_set1_ps(1 / kFewLargest));
   const __m256 per_step = twice(steps_to_one(largest));
   __m256i whole = _mm256_setzero_si256();
   auto* out = reinterpret_cast<__m256i*>(s.weight + 2 * r * kFewTile);
@@ -239,8 +239,8 @@ inline void weights_words(uint32_t count, uint32_t r, float* step, float* shift,
     _mm256_store_si256(out, words);
   }
   const __m128i words = _mm_add_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-  const __m128 lost = _mm_fnmadd_ps(_mm_cvtepi32_ps(words), one, sum_of_keys(all));  // by rounding
-  _mm_store_ps(step, one);
+  const __m128 lost = _mm_fnmadd_ps(_mm_cvtepi32_ps(words), per_key, sum_of_keys(all));  // by rounding
+  _mm_store_ps(step, per_key);
   _mm_store_ps(shift, _mm_fmadd_ps(lost, _mm_set1_ps(middle(kCodec)), _mm_load_ps(shift)));
 }
 
@@ -255,12 +255,12 @@ inline void add_four_values(Four value, const int32_t* weights, __m256i (*sum)[2
   for (uint32_t i = 0; i < 2; ++i) {
     const __m256i a = load_codes_32(value.row(i)), b = load_codes_32(value.row(i + 2));
     const __m256i both = kMTiles ? _mm256_unpackhi_epi16(a, b) : _mm256_unpacklo_epi16(a, b);
-    const __m256i one = W::template plane<kPlane>(both), other = W::template plane<kPlane + 1>(both);
+    const __m256i first = W::template plane<kPlane>(both), second = W::template plane<kPlane + 1>(both);
 #pragma GCC unroll 4
     for (uint32_t r = 0; r < kFew; ++r) {
       const __m256i weight = _mm256_set1_epi32(weights[4 * i + r]);
-      multiply_add(sum[r][0], one, weight);
-      multiply_add(sum[r][1], other, weight);
+      multiply_add(sum[r][0], first, weight);
+      multiply_add(sum[r][1], second, weight);
     }
   }
 }
@@ -296,9 +296,9 @@ inline void channels_in_order(const __m256i (*slice)[kFew][2], uint32_t r, __m25
       out[half] = _mm256_permute2x128_si256(x[0], x[1], 0x20);
       out[2 + half] = _mm256_permute2x128_si256(x[0], x[1], 0x31);
     } else {
-      const __m256i *one = slice[2 * half][r], *other = slice[2 * half + 1][r];
-      const __m256i a = _mm256_unpacklo_epi32(one[0], one[1]), b = _mm256_unpacklo_epi32(other[0], other[1]);
-      const __m256i c = _mm256_unpackhi_epi32(one[0], one[1]), d = _mm256_unpackhi_epi32(other[0], other[1]);
+      const __m256i *left = slice[2 * half][r], *right = slice[2 * half + 1][r];
+      const __m256i a = _mm256_unpacklo_epi32(left[0], left[1]), b = _mm256_unpacklo_epi32(right[0], right[1]);
+      const __m256i c = _mm256_unpackhi_epi32(left[0], left[1]), d = _mm256_unpackhi_epi32(right[0], right[1]);
       x[0] = _mm256_unpacklo_epi64(a, b), x[1] = _mm256_unpackhi_epi64(a, b);
       x[2] = _mm256_unpacklo_epi64(c, d), x[3] = _mm256_unpackhi_epi64(c, d);
       out[2 * half] = _mm256_permute2x128_si256(x[0], x[1], 0x20);

@@ -31,20 +31,20 @@ inline Eight eight_rows(const uint8_t* first, int64_t stride, uint32_t token, ui
 
 // ---------------------------------------------------------------- scores
 
-inline __m512i beside(const uint8_t* one, const uint8_t* other) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(one))),
-                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(other)), 1);
+inline __m512i beside(const uint8_t* low, const uint8_t* high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low))),
+                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)), 1);
 }
 
 // x0, x1: sixteen bytes of four keys each; q: the queries' words for them, [plane][row].
 template <uint32_t kCodec, uint32_t kPlane>
 inline void multiply_plane(__m512i x0, __m512i x1, const __m512i* q, __m512i (*sum)[kFew]) {
-  const __m512i one = Planes<kCodec>::template of<kPlane>(x0), other = Planes<kCodec>::template of<kPlane>(x1);
+  const __m512i first = Planes<kCodec>::template of<kPlane>(x0), second = Planes<kCodec>::template of<kPlane>(x1);
 #pragma GCC unroll 4
   for (uint32_t r = 0; r < kFew; ++r) {
     const __m512i factor = _mm512_load_si512(q + kPlane * kFew + r);
-    multiply_add(sum[0][r], one, factor);
-    multiply_add(sum[1][r], other, factor);
+    multiply_add(sum[0][r], first, factor);
+    multiply_add(sum[1][r], second, factor);
   }
   if constexpr (kPlane + 1 < Planes<kCodec>::kCount) multiply_plane<kCodec, kPlane + 1>(x0, x1, q, sum);
 }
@@ -223,7 +223,7 @@ inline void softmax_few(const kvk_attention& a, const Tile& tile, const SeenByFe
   }
   store_by_row(_mm512_add_ps(total, row_sum(added)), s.row_sum + r);
   most = row_most(most);
-  const __m512 one = _mm512_mul_ps(most, _mm512_set1_ps(1 / kFewLargest)), per_step = steps_in(most);
+  const __m512 per_row = _mm512_mul_ps(most, _mm512_set1_ps(1 / kFewLargest)), per_step = steps_in(most);
   __m512i whole = _mm512_setzero_si512();
   auto* out = reinterpret_cast<__m512i*>(s.weight + 2 * r * kFewTile);
   for (uint32_t i = 0; i < fours; i += 2) {
@@ -233,8 +233,8 @@ inline void softmax_few(const kvk_attention& a, const Tile& tile, const SeenByFe
     multiply_add(whole, words, _mm512_set1_epi16(1));
     _mm512_store_si512(out + i / 2, words);
   }
-  const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole), one, all);  // by rounding
-  store_by_row(one, step);
+  const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole), per_row, all);  // by rounding
+  store_by_row(per_row, step);
   store_by_row(row_sum(_mm512_fmadd_ps(lost, _mm512_set1_ps(middle(segment.codec)), bias)), shift);
 }
 
@@ -250,17 +250,17 @@ inline void add_planes(__m512i x, const __m512i* factor, __m512i (*sum)[4]) {
 
 // Two tokens' codes of 64 channels.
 template <uint32_t kCodec>
-inline void add_pair(const uint8_t* one, const uint8_t* other, const int32_t* weights, __m512i (*sum)[4]) {
+inline void add_pair(const uint8_t* first, const uint8_t* second, const int32_t* weights, __m512i (*sum)[4]) {
   __m512i factor[kFew];
 #pragma GCC unroll 4
   for (uint32_t r = 0; r < kFew; ++r) factor[r] = _mm512_set1_epi32(weights[r]);
   if constexpr (kCodec == KVK_INT8) {
-    const __m512i a = _mm512_loadu_si512(one), b = _mm512_loadu_si512(other);
+    const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
     add_planes<kCodec, 0, 0>(_mm512_unpacklo_epi16(a, b), factor, sum);
     add_planes<kCodec, 0, 2>(_mm512_unpackhi_epi16(a, b), factor, sum);
   } else {
-    const __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(one)));
-    const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(other)));
+    const __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
+    const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(second)));
     add_planes<kCodec, 0, 0>(_mm512_or_si512(a, _mm512_slli_epi32(b, 16)), factor, sum);
   }
 }

@@ -77,12 +77,12 @@ inline void softmax_four(const kvk_attention& a, const Tile& tile, const SeenByF
       V::store(scores + i, in_base_2(V::load(scores + i), a.scale, a.softcap));
   __m256 largest = never, largest2 = never;  // a NaN that came before gives way: found again in the weights
   for (uint32_t t = 0; t < count; t += 4) {
-    __m256 one = _mm256_load_ps(scores + 4 * t), other = _mm256_load_ps(scores + 4 * t + 8);
+    __m256 low = _mm256_load_ps(scores + 4 * t), high = _mm256_load_ps(scores + 4 * t + 8);
     if constexpr (!kAll) {
-      one = _mm256_blendv_ps(never, one, keys.of(t)), other = _mm256_blendv_ps(never, other, keys.of(t + 2));
-      _mm256_store_ps(scores + 4 * t, one), _mm256_store_ps(scores + 4 * t + 8, other);
+      low = _mm256_blendv_ps(never, low, keys.of(t)), high = _mm256_blendv_ps(never, high, keys.of(t + 2));
+      _mm256_store_ps(scores + 4 * t, low), _mm256_store_ps(scores + 4 * t + 8, high);
     }
-    largest = _mm256_max_ps(one, largest), largest2 = _mm256_max_ps(other, largest2);
+    largest = _mm256_max_ps(low, largest), largest2 = _mm256_max_ps(high, largest2);
   }
   const __m128 now = _mm_max_ps(most_of_keys(_mm256_max_ps(largest, largest2)), _mm_loadu_ps(s.row_max + r));
   const __m128 total = bring_four_to(now, width, r, s);
@@ -98,11 +98,11 @@ inline void softmax_four(const kvk_attention& a, const Tile& tile, const SeenByF
     if (r == 0) stream.ask(lines);
     alignas(16) float scale[4], zero[4];
     if constexpr (kQuantised) {
-      uint16_t own[8] = {};  // behind the last key nothing is read
+      uint16_t edge[8] = {};  // behind the last key nothing is read
       const bool whole = t + 4 <= tile.count;
-      if (!whole) std::memcpy(own, scales + t, 2 * (tile.count - t)), std::memcpy(own + 4, zeros + t, 2 * (tile.count - t));
+      if (!whole) std::memcpy(edge, scales + t, 2 * (tile.count - t)), std::memcpy(edge + 4, zeros + t, 2 * (tile.count - t));
       const auto four = [](const uint16_t* x) { return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))); };
-      _mm_store_ps(scale, four(whole ? scales + t : own)), _mm_store_ps(zero, four(whole ? zeros + t : own + 4));
+      _mm_store_ps(scale, four(whole ? scales + t : edge)), _mm_store_ps(zero, four(whole ? zeros + t : edge + 4));
     }
 #pragma GCC unroll 2
     for (uint32_t i = 0; i < 4; i += 2) {

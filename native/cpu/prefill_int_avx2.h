@@ -81,9 +81,9 @@ template <uint32_t kCodec>
 inline void words_of_row(const float* x, uint32_t n, float bias, int16_t* out, float* step, float* shift) {
   __m256 most = _mm256_setzero_ps(), all = most;
   for (uint32_t i = 0; i < n; i += 8) {
-    const __m256 one = _mm256_load_ps(x + i);
-    most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), one));
-    all = _mm256_add_ps(all, one);
+    const __m256 eight = _mm256_load_ps(x + i);
+    most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), eight));
+    all = _mm256_add_ps(all, eight);
   }
   const float largest = Floats8::largest(most);
   const __m256 per_step = _mm256_set1_ps(largest == 0 ? 0 : kFewLargest / largest);

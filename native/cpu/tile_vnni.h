@@ -35,12 +35,12 @@ inline void multiply_codes_panel(const uint8_t* a, uint32_t a_stride, const uint
     for (uint32_t j = 0; j < kWide; ++j) column[j] = _mm512_load_si512(b + j * 16);
 #pragma GCC unroll 4
     for (uint32_t r = 0; r < kMTiles; ++r) {
-      const __m512i one = _mm512_set1_epi32(bytes[2 * r * (a_stride / 4) + k]);
-      const __m512i other = _mm512_set1_epi32(bytes[(2 * r + 1) * (a_stride / 4) + k]);
+      const __m512i upper = _mm512_set1_epi32(bytes[2 * r * (a_stride / 4) + k]);
+      const __m512i lower = _mm512_set1_epi32(bytes[(2 * r + 1) * (a_stride / 4) + k]);
 #pragma GCC unroll 4
       for (uint32_t j = 0; j < kWide; ++j) {
-        high[r][j] = _mm512_dpbusd_epi32(high[r][j], column[j], one);
-        low[r][j] = _mm512_dpbusd_epi32(low[r][j], column[j], other);
+        high[r][j] = _mm512_dpbusd_epi32(high[r][j], column[j], upper);
+        low[r][j] = _mm512_dpbusd_epi32(low[r][j], column[j], lower);
       }
     }
   }

@@ -36,8 +36,8 @@ int device_now(Device* device) {
                 {&processors, cudaDevAttrMultiProcessorCount},
                 {&block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
                 {&processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor}};
-  for (const auto& one : wanted)
-    if (int status = checked(cudaDeviceGetAttribute(one.value, one.attribute, id), "the device's attributes")) return status;
+  for (const auto& limit : wanted)
+    if (int status = checked(cudaDeviceGetAttribute(limit.value, limit.attribute, id), "the device's attributes")) return status;
   *device = {static_cast<uint32_t>(10 * major + minor), static_cast<uint32_t>(processors), static_cast<uint64_t>(block),
              static_cast<uint64_t>(processor)};
   return KVK_OK;

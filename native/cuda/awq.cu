@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(kThreads, RowTiles* Strips >= 8 ? 1 : 2) multi
   if (warp < units) {
     Unit<Strips, Tiles> next = unit_of<Strips, Tiles>(a, strip, warp, lane);
     for (uint32_t unit = warp; unit < units; unit += kWarps) {
-      const Unit<Strips, Tiles> own = next;
+      const Unit<Strips, Tiles> held = next;
       if (unit + kWarps < units) next = unit_of<Strips, Tiles>(a, strip, unit + kWarps, lane);
-      add_unit<Dtype, RowTiles, Strips, Tiles>(a, own, strip, unit, lane, sums);
+      add_unit<Dtype, RowTiles, Strips, Tiles>(a, held, strip, unit, lane, sums);
     }
   }
 #pragma unroll

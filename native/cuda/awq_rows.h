@@ -95,15 +95,15 @@ struct ManyRows {
     const uint8_t* stage = me.stage(i);
     const uint8_t* x = stage + me.part * kPartBytes;
     const uint8_t* words = stage + kWordsAt + me.warp * kWarpWords + me.lane * 16;
-    Words4 own[kStrips];
+    Words4 loaded[kStrips];
 #pragma unroll
-    for (uint32_t s = 0; s < kStrips; ++s) own[s] = *reinterpret_cast<const Words4*>(words + s * kLanes * 16);
+    for (uint32_t s = 0; s < kStrips; ++s) loaded[s] = *reinterpret_cast<const Words4*>(words + s * kLanes * 16);
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       uint32_t weights[2][kStrips][4];
 #pragma unroll
       for (uint32_t s = 0; s < 2 * kStrips; ++s)
-        operand_of<Dtype>(own[s / 2].w[2 * half + s % 2], groups[s / 2], weights[s % 2][s / 2]);
+        operand_of<Dtype>(loaded[s / 2].w[2 * half + s % 2], groups[s / 2], weights[s % 2][s / 2]);
 #pragma unroll
       for (uint32_t first = 0; first < kRowTiles; first += 4) {  // products that wait for each other lie eight apart
         Words4 of[4];

@@ -58,22 +58,22 @@ KVK_BOTH constexpr uint32_t magic() {
 
 // One minus the other, of both halves; exact for what is used here.
 template <int Dtype>
-KVK_BOTH uint32_t subtract(uint32_t one, uint32_t other) {
+KVK_BOTH uint32_t subtract(uint32_t from, uint32_t what) {
 #if defined(__CUDA_ARCH__)
   uint32_t out = 0;
   if constexpr (Dtype == KVK_F16) {
-    const __half2 d = __hsub2(*reinterpret_cast<const __half2*>(&one), *reinterpret_cast<const __half2*>(&other));
+    const __half2 d = __hsub2(*reinterpret_cast<const __half2*>(&from), *reinterpret_cast<const __half2*>(&what));
     out = *reinterpret_cast<const uint32_t*>(&d);
   } else {
     const __nv_bfloat162 d =
-        __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&one), *reinterpret_cast<const __nv_bfloat162*>(&other));
+        __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&from), *reinterpret_cast<const __nv_bfloat162*>(&what));
     out = *reinterpret_cast<const uint32_t*>(&d);
   }
   return out;
 #else
   uint32_t out = 0;
   for (uint32_t i = 0; i < 2; ++i) {
-    const auto x = static_cast<uint16_t>(one >> 16 * i), y = static_cast<uint16_t>(other >> 16 * i);
+    const auto x = static_cast<uint16_t>(from >> 16 * i), y = static_cast<uint16_t>(what >> 16 * i);
     const uint16_t d = Dtype == KVK_F16 ? to_half(from_half(x) - from_half(y)) : to_bf16(from_bf16(x) - from_bf16(y));
     out |= static_cast<uint32_t>(d) << 16 * i;
   }

@@ -38,7 +38,7 @@ template <int Dtype>
 __global__ void __launch_bounds__(kThreads) quantise_values(const __grid_constant__ kvk_conversion c) {
   const uint64_t index = own_index(), rows = static_cast<uint64_t>(c.heads) * c.tokens;
   const uint32_t lane = threadIdx.x % kRowLanes;
-  const uint64_t own = index / kRowLanes, row = own < rows ? own : rows - 1;  // all lanes take part in the shuffles
+  const uint64_t wanted = index / kRowLanes, row = wanted < rows ? wanted : rows - 1;  // all lanes take part in the shuffles
   const auto head = static_cast<uint32_t>(row / c.tokens), token = static_cast<uint32_t>(row % c.tokens);
   Extent all = row_extent<Dtype>(c, row_of(c, head, token), lane, kRowLanes);
 #pragma unroll
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) quantise_values(const __grid_constan
     other.finite = __shfl_xor_sync(0xffffffff, static_cast<int>(all.finite), apart) != 0;
     all.add(other);
   }
-  if (own >= rows) return;
+  if (wanted >= rows) return;
   if (all.finite)
     quantise_row<Dtype>(c, head, token, all, lane, kRowLanes);
   else
@@ -132,13 +132,13 @@ __global__ void bring_naively(const __grid_constant__ Rows r, uint32_t dtype) {
   if (token >= r.tokens) return;
   const auto p = static_cast<uint32_t>(index % pairs);
   const bool apart = r.side.turn != nullptr && r.shape.rope == KVK_ROPE_HALF && p < half;
-  const uint32_t one = apart ? p : 2 * p, other = apart ? p + half : 2 * p + 1;
+  const uint32_t first = apart ? p : 2 * p, second = apart ? p + half : 2 * p + 1;
   const auto t = static_cast<uint32_t>(token);
-  const float x = value(r.side, r.shape, blockIdx.y, t, one);
-  const float y = other < r.shape.head_dim ? value(r.side, r.shape, blockIdx.y, t, other) : 0;
+  const float x = value(r.side, r.shape, blockIdx.y, t, first);
+  const float y = second < r.shape.head_dim ? value(r.side, r.shape, blockIdx.y, t, second) : 0;
   void* row = at(r.out, blockIdx.y * r.out_head_stride + static_cast<int64_t>(t) * r.out_token_stride);
-  put(dtype, row, one, x);
-  if (other < r.shape.head_dim) put(dtype, row, other, y);
+  put(dtype, row, first, x);
+  if (second < r.shape.head_dim) put(dtype, row, second, y);
 }
 
 template <int Codec, int Dtype>

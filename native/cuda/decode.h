@@ -326,7 +326,7 @@ struct Decode {
 
     auto* queries = reinterpret_cast<float*>(shared);
     auto* positions = reinterpret_cast<int64_t*>(shared + 4 * room * kQueryStride);
-    uint8_t* own = shared + block_bytes(room) + warp_index() * kWarpBytes;
+    uint8_t* of_warp = shared + block_bytes(room) + warp_index() * kWarpBytes;
     for (uint32_t i = thread_index(); i < rows * kDim; i += threads_in_block()) {
       const uint32_t row = i / kDim, channel = i % kDim;
       queries[row * kQueryStride + channel] =
@@ -335,10 +335,11 @@ struct Decode {
     }
     sync_block();
 
-    const Warp warp{p.a, work.kv_head, rows, positions, queries, reinterpret_cast<TokenScale*>(own + kTokensAt), own + kStagesAt};
+    const Warp warp{
+        p.a, work.kv_head, rows, positions, queries, reinterpret_cast<TokenScale*>(of_warp + kTokensAt), of_warp + kStagesAt};
     State state = init_state();
     const uint64_t start = (static_cast<uint64_t>(work.split) * warps + warp_index()) * step;
-    TileIterator tiles(p.a, sequence, counted, *reinterpret_cast<TileIteratorState*>(own), start, start + step, rows,
+    TileIterator tiles(p.a, sequence, counted, *reinterpret_cast<TileIteratorState*>(of_warp), start, start + step, rows,
                        [&](uint32_t i) { return positions[i]; });
     mainloop(warp, tiles, state);
     Products::take_layout(kHalf, warp.scratch(), state);

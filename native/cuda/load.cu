@@ -65,11 +65,11 @@ __global__ void __launch_bounds__(kLoadThreads) score_fast(const __grid_constant
   for (uint32_t r = 0; r < kRowsInFlight; ++r)
     if (row < rows) sums[0][(r * rows + row) * pairs + p] = square[r], sums[1][(r * rows + row) * pairs + p] = norm[r];
   __syncthreads();
-  for (uint32_t own = threadIdx.x; own < tile_tokens(a.head_dim); own += kLoadThreads) {
-    const uint32_t t = tile * tile_tokens(a.head_dim) + own;
+  for (uint32_t in_tile = threadIdx.x; in_tile < tile_tokens(a.head_dim); in_tile += kLoadThreads) {
+    const uint32_t t = tile * tile_tokens(a.head_dim) + in_tile;
     if (t >= segment.tokens) break;
     float s = 0, n = 0;
-    for (uint32_t i = 0; i < pairs; ++i) s += sums[0][own * pairs + i], n += sums[1][own * pairs + i];
+    for (uint32_t i = 0; i < pairs; ++i) s += sums[0][in_tile * pairs + i], n += sums[1][in_tile * pairs + i];
     const uint64_t place = (keys ? 0 : a.tokens) + static_cast<uint64_t>(column) + t;
     a.square[place] = s;
     a.norm[place] = n;

@@ -41,7 +41,7 @@ KVK_BOTH void bring_tile(const Side& side, const Shape& shape, uint32_t head, ui
   const OctetPair pair = octet_pair(shape, side.turn != nullptr, p);
   for (uint32_t t = token, r = 0; r < kRowsInFlight && t < stop; ++r, t += rows)
     for (uint32_t o = 0; o < 2; ++o) {
-      const uint32_t octet = o == 0 ? pair.one : pair.other;
+      const uint32_t octet = o == 0 ? pair.first : pair.second;
       float x[8];
       KVK_UNROLL
       for (uint32_t i = 0; i < 8; ++i) x[i] = value(side, shape, head, t, octet + i);

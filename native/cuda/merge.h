@@ -85,10 +85,10 @@ KVK_DEVICE_FN void finish_or_leave(const Attention& p, const Work& work, const P
   if (used == 1) return finish(p, work, parts, rows);
   const uint64_t step = partial_floats(parts.rows, parts.width);
   float* all = p.partial + static_cast<uint64_t>(work.block) * p.splits * step;
-  float* own = all + work.split * step;
+  float* part = all + work.split * step;
   merge_rows(parts, rows, [&](uint32_t row, uint32_t channel, float (&sum)[4], float reference, float row_sum) {
-    *reinterpret_cast<Floats4*>(own + row * parts.width + channel) = {{sum[0], sum[1], sum[2], sum[3]}};
-    if (channel == 0) own[parts.rows * parts.width + row] = reference, own[parts.rows * (parts.width + 1) + row] = row_sum;
+    *reinterpret_cast<Floats4*>(part + row * parts.width + channel) = {{sum[0], sum[1], sum[2], sum[3]}};
+    if (channel == 0) part[parts.rows * parts.width + row] = reference, part[parts.rows * (parts.width + 1) + row] = row_sum;
   });
   fence_device();
   sync_block();

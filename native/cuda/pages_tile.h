@@ -39,8 +39,8 @@ KVK_BOTH void copy_words(const kvk_pages& a, uint64_t first, uint64_t step) {
     void* to[kWordsInFlight];
     KVK_UNROLL
     for (uint32_t i = 0; i < kWordsInFlight; ++i) {
-      const uint64_t own = index + i * step;
-      const Places places = places_of(a, own < words ? own : index, sizeof(Word));
+      const uint64_t word = index + i * step;
+      const Places places = places_of(a, word < words ? word : index, sizeof(Word));
       held[i] = *static_cast<const Word*>(places.from);
       to[i] = places.to;
     }

@@ -167,12 +167,12 @@ struct Prefill {
       const uint32_t at_eight = thread_index() + i * kThreads, token = at_eight / kEights, channel = at_eight % kEights * 8;
       Words4 words = expanded<kKind>(held[i]);
       if constexpr (!kValues) {
-        const uint32_t own = token < tile.count ? (tile.start + token) / s.k_group : group;
+        const uint32_t of_token = token < tile.count ? (tile.start + token) / s.k_group : group;
         // A thread has one channel where a row's eights divide the threads.
-        if (own != group || (kThreads % kEights != 0 && token < tile.count)) {
+        if (of_token != group || (kThreads % kEights != 0 && token < tile.count)) {
           scale = load_scales(b.p.a, scales_of(s.k_scale, s, b.work.kv_head, tile.start + token, b.p.a.head_dim), channel);
           zero = load_scales(b.p.a, scales_of(s.k_zero, s, b.work.kv_head, tile.start + token, b.p.a.head_dim), channel);
-          group = own;
+          group = of_token;
         }
       }
 #pragma unroll

@@ -82,11 +82,11 @@ KVK_BOTH void two_of(const void* row, uint32_t channel, float* x) {
   }
 }
 
-KVK_BOTH void put_two(uint32_t codec, uint8_t* codes, uint32_t channel, uint32_t one, uint32_t other) {
+KVK_BOTH void put_two(uint32_t codec, uint8_t* codes, uint32_t channel, uint32_t low, uint32_t high) {
   if (codec == KVK_INT4)
-    codes[channel / 2] = static_cast<uint8_t>(one | other << 4);
+    codes[channel / 2] = static_cast<uint8_t>(low | high << 4);
   else
-    *reinterpret_cast<uint16_t*>(codes + channel) = static_cast<uint16_t>(one | other << 8);
+    *reinterpret_cast<uint16_t*>(codes + channel) = static_cast<uint16_t>(low | high << 8);
 }
 
 // K: two neighbouring channels of one head over one group of tokens. False if a value cannot be held.
@@ -105,19 +105,19 @@ KVK_BOTH bool quantise_channels(const kvk_conversion& c, uint32_t head, uint32_t
     extent[1].add(x[1]);
   }
   if (!extent[0].finite || !extent[1].finite) return false;
-  const Scaled one = scaled(extent[0], levels), other = scaled(extent[1], levels);
+  const Scaled first = scaled(extent[0], levels), second = scaled(extent[1], levels);
   const uint64_t place = static_cast<uint64_t>(group) * c.head_dim + channel;
   uint16_t* scale = at(c.scale, head * c.scale_head_stride) + place;
   uint16_t* zero = at(c.zero, head * c.scale_head_stride) + place;
-  scale[0] = one.scale, scale[1] = other.scale;
-  zero[0] = one.zero, zero[1] = other.zero;
+  scale[0] = first.scale, scale[1] = second.scale;
+  zero[0] = first.zero, zero[1] = second.zero;
 #if defined(__CUDACC__)
 #pragma unroll 4
 #endif
   for (uint32_t t = start; t < stop; ++t) {
     float x[2];
     two_of<Dtype>(row_of(c, head, t), channel, x);
-    put_two(c.codec, codes_of(c, head, t), channel, code_of(x[0], one, levels), code_of(x[1], other, levels));
+    put_two(c.codec, codes_of(c, head, t), channel, code_of(x[0], first, levels), code_of(x[1], second, levels));
   }
   return true;
 }

@@ -52,15 +52,15 @@ KVK_BOTH float plain_value(const Side& s, uint32_t head, uint32_t token, uint32_
 }
 
 KVK_BOTH float value(const Side& s, const Shape& shape, uint32_t head, uint32_t token, uint32_t i) {
-  const float own = plain_value(s, head, token, shape.head_dim, i);
-  if (s.turn == nullptr || i >= shape.rotary_dim) return own;
+  const float plain = plain_value(s, head, token, shape.head_dim, i);
+  if (s.turn == nullptr || i >= shape.rotary_dim) return plain;
   const uint32_t half = shape.rotary_dim / 2;
   const bool halves = shape.rope == KVK_ROPE_HALF;
   const uint32_t pair = halves ? i % half : i / 2;
   const bool second = halves ? i >= half : i % 2 == 1;
   const uint32_t partner = halves ? (second ? i - half : i + half) : i ^ 1;
   const float other = plain_value(s, head, token, shape.head_dim, partner);
-  const float with = times(other, s.turn[half + pair]), alone = times(own, s.turn[pair]);
+  const float with = times(other, s.turn[half + pair]), alone = times(plain, s.turn[pair]);
   return second ? plus(alone, with) : minus(alone, with);
 }
 
@@ -135,7 +135,7 @@ KVK_BOTH void store_octet(const float* x, void* place) {
 // Which two octets of a head one thread owns, so that whatever is turned together is in one thread: pair `p` of head_dim / 16.
 // For KVK_ROPE_HALF those of the rotary part that are half of it apart; otherwise neighbours.
 struct OctetPair {
-  uint32_t one, other;
+  uint32_t first, second;
   bool apart;  // element i of `one` turns with element i of `other`
   bool turns;
 };
@@ -158,7 +158,7 @@ struct Turn {
 
 KVK_BOTH Turn turn_of(const Side& s, const Shape& shape, const OctetPair& pair) {
   Turn t;
-  const uint32_t half = shape.rotary_dim / 2, first = pair.apart ? pair.one : pair.one / 2;
+  const uint32_t half = shape.rotary_dim / 2, first = pair.apart ? pair.first : pair.first / 2;
   KVK_UNROLL
   for (uint32_t i = 0; i < 8; ++i) {
     t.cosine[i] = pair.turns ? s.turn[first + i] : 1;
@@ -173,16 +173,16 @@ KVK_BOTH void turn_pair(float& a, float& b, float cosine, float sine) {
   b = plus(times(y, cosine), times(x, sine));
 }
 
-KVK_BOTH void turn_octets(const Turn& t, bool apart, float* one, float* other) {
+KVK_BOTH void turn_octets(const Turn& t, bool apart, float* x, float* y) {
   if (apart) {
     KVK_UNROLL
-    for (uint32_t i = 0; i < 8; ++i) turn_pair(one[i], other[i], t.cosine[i], t.sine[i]);
+    for (uint32_t i = 0; i < 8; ++i) turn_pair(x[i], y[i], t.cosine[i], t.sine[i]);
     return;
   }
   KVK_UNROLL
   for (uint32_t i = 0; i < 4; ++i) {
-    turn_pair(one[2 * i], one[2 * i + 1], t.cosine[i], t.sine[i]);
-    turn_pair(other[2 * i], other[2 * i + 1], t.cosine[4 + i], t.sine[4 + i]);
+    turn_pair(x[2 * i], x[2 * i + 1], t.cosine[i], t.sine[i]);
+    turn_pair(y[2 * i], y[2 * i + 1], t.cosine[4 + i], t.sine[4 + i]);
   }
 }
 
@@ -216,8 +216,8 @@ KVK_BOTH void bring_rows(const Side& s, const Shape& shape, uint32_t head, uint3
   for (uint32_t r = 0; r < kRowsInFlight; ++r) {
     const uint32_t t = token + r * step < stop ? token + r * step : token;
     const void* row = at(s.data, head * s.head_stride + static_cast<int64_t>(t) * s.token_stride);
-    loaded[r][0] = load_octet<Codec>(at(row, pair.one / 8 * kBytes));
-    loaded[r][1] = load_octet<Codec>(at(row, pair.other / 8 * kBytes));
+    loaded[r][0] = load_octet<Codec>(at(row, pair.first / 8 * kBytes));
+    loaded[r][1] = load_octet<Codec>(at(row, pair.second / 8 * kBytes));
   }
   const Turn turn = turn_of(s, shape, pair);
   float scale[2][8] = {}, zero[2][8] = {};
@@ -238,16 +238,16 @@ KVK_BOTH void bring_rows(const Side& s, const Shape& shape, uint32_t head, uint3
       } else {
         if (t / s.group != scaled) {
           scaled = t / s.group;
-          scales_of_octet(s, head, scaled, shape.head_dim, pair.one, scale[0], zero[0]);
-          scales_of_octet(s, head, scaled, shape.head_dim, pair.other, scale[1], zero[1]);
+          scales_of_octet(s, head, scaled, shape.head_dim, pair.first, scale[0], zero[0]);
+          scales_of_octet(s, head, scaled, shape.head_dim, pair.second, scale[1], zero[1]);
         }
         KVK_UNROLL
         for (uint32_t i = 0; i < 16; ++i) x[i / 8][i % 8] = decoded(x[i / 8][i % 8], scale[i / 8][i % 8], zero[i / 8][i % 8]);
       }
     }
     if (pair.turns) turn_octets(turn, pair.apart, x[0], x[1]);
-    sink(t, pair.one, x[0]);
-    sink(t, pair.other, x[1]);
+    sink(t, pair.first, x[0]);
+    sink(t, pair.second, x[1]);
   }
 }
 

@@ -73,8 +73,8 @@ class TileIterator {
     if (lane_index() == 0) {
       int64_t least = position(0), most = least;
       for (uint32_t row = 1; row < rows; ++row) {
-        const int64_t one = position(row);
-        least = one < least ? one : least, most = one > most ? one : most;
+        const int64_t at = position(row);
+        least = at < least ? at : least, most = at > most ? at : most;
       }
       state.segments = sequence.segments, state.tail = &sequence.tail, state.count = sequence.count;
       state.start = start, state.stop = stop, state.least = least, state.most = most, state.now = now;

@@ -27,7 +27,7 @@ constexpr uint8_t kRightLength = 1, kRightHead = 2, kWrongSum = 4, kOtherRequest
 struct Side : test::Rig {
   Side() : Rig(kBytes, 64), window(*store, true), loans(*store), owner(store->open_owner()) {
     store->register_layout(test::layout_blob(3, 64, 4, 32));
-    for (auto& one : store->layouts()) layout = one.known->layout;
+    for (auto& listed : store->layouts()) layout = listed.known->layout;
   }
   Window window;
   Quarantine loans;

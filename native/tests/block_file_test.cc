@@ -14,8 +14,8 @@ using namespace kv::test;
 namespace {
 
 const Layout& layout() {
-  static const Layout one = layout_of_sizes({100, 200, 100, 8});
-  return one;
+  static const Layout layout = layout_of_sizes({100, 200, 100, 8});
+  return layout;
 }
 
 std::string_view wrong_after(void (*damage)(FileHeader&), bool with_checksum) {

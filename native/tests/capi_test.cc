@@ -139,9 +139,9 @@ TEST(many_threads_of_one_client) {
         CHECK(door->stats().has_value());
       }
     });
-  for (std::thread& one : threads) one.join();
+  for (std::thread& thread : threads) thread.join();
   over = true;
-  for (std::thread& one : readers) one.join();
+  for (std::thread& thread : readers) thread.join();
   CHECK(hits.load() > 0);
 }
 
@@ -164,8 +164,8 @@ TEST(buffers_anywhere_from_two_threads_and_layers_one_after_the_other) {
       CHECK(read(client, number));
     }
   };
-  std::thread one([&] { put(0); }), two([&] { put(1); });
-  one.join(), two.join();
+  std::thread first([&] { put(0); }), second([&] { put(1); });
+  first.join(), second.join();
 }
 
 TEST(every_thread_has_its_own_text) {
@@ -179,8 +179,8 @@ TEST(every_thread_has_its_own_text) {
       CHECK(!refused && refused.error().status == KVS_INVALID_ARGUMENT && refused.error().text.find(value) != std::string::npos);
     }
   };
-  std::thread one([&] { ask(101); }), two([&] { ask(7777); });
-  one.join(), two.join();
+  std::thread first([&] { ask(101); }), second([&] { ask(7777); });
+  first.join(), second.join();
   CHECK(client.prefetch({}, 35).has_value());
   CHECK_EQ(std::string(kvs_last_error()), "");
 }
@@ -195,7 +195,7 @@ TEST(what_is_freed_half_done_is_given_back) {
     const kvstored::Buffer buffers[] = {{0, kLayerBytes}, {kLayerBytes, kLayerBytes}};
     const kvstored::BufferShape shape{{1, 1, 1}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}};
     const auto said = region.put(names, layout, shape, buffers).value();
-    CHECK(std::ranges::all_of(said, [](std::uint8_t one) { return one == KVS_OPEN; }));
+    CHECK(std::ranges::all_of(said, [](std::uint8_t state) { return state == KVS_OPEN; }));
     const kvstored::Key mine[] = {key_of(3)};
     auto writer = client.create(mine, layout).value();
     CHECK(writer.layer(0, 0).has_value());

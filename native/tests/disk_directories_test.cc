@@ -27,10 +27,10 @@ class StuckEngine final : public Engine {
     const size_t count = engine_->completed(now);
     held_.insert(held_.end(), now, now + count);
     if (stuck_.load()) return 0;
-    const size_t given = std::min(done.size(), held_.size());
-    std::copy_n(held_.begin(), given, done.begin());
-    held_.erase(held_.begin(), held_.begin() + static_cast<ptrdiff_t>(given));
-    return given;
+    const size_t ready = std::min(done.size(), held_.size());
+    std::copy_n(held_.begin(), ready, done.begin());
+    held_.erase(held_.begin(), held_.begin() + static_cast<ptrdiff_t>(ready));
+    return ready;
   }
   int event_fd() const override { return engine_->event_fd(); }
   uint32_t depth() const override { return engine_->depth(); }

@@ -20,8 +20,8 @@ struct Burst {
   // Of the lowest priority and used twice: due for the disk, and worth least.
   void put_due(uint64_t number) {
     CHECK_EQ(rig.put(number, 4, 0, 0), Grant::Granted);
-    const Key one[] = {key(number)};
-    CHECK(rig.store->touch(one)[0]);
+    const Key wanted[] = {key(number)};
+    CHECK(rig.store->touch(wanted)[0]);
   }
   void put_others(uint64_t count) {
     for (uint64_t i = 0; i < count; ++i) CHECK_EQ(rig.put(next++, 4, 0, kMaxPriority - 1), Grant::Granted);

@@ -113,8 +113,8 @@ TEST(it_rings_until_all_is_taken) {
     while (done.size() < 4) {
       pollfd event{engine.event_fd(), POLLIN, 0};
       if (::poll(&event, 1, 10'000) != 1) break;
-      Transfer* one = nullptr;
-      if (engine.completed({&one, 1}) == 1) done.insert(one);
+      Transfer* transfer = nullptr;
+      if (engine.completed({&transfer, 1}) == 1) done.insert(transfer);
     }
     CHECK_EQ(done.size(), 4u);
   });

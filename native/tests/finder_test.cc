@@ -169,14 +169,14 @@ TEST(every_block_is_found_at_every_shift) {
 TEST(a_block_has_children_and_they_are_its_own) {
   Searched store;
   std::vector<int32_t> text = store.prompt(4 * kWindow, 1);
-  const Chain one = store.put(text);
+  const Chain first = store.put(text);
   text.back() += 1;
   const Chain other = store.put(text);  // differs in the last block
-  CHECK_EQ(children(store.index(), one.keys()[0]).size(), 1u);
+  CHECK_EQ(children(store.index(), first.keys()[0]).size(), 1u);
   std::set<uint64_t> found;
-  for (const Sighting& s : children(store.index(), one.keys()[2])) found.insert(s.key.words[0]);
-  CHECK(found == (std::set<uint64_t>{one.keys()[3].words[0], other.keys()[3].words[0]}));
-  CHECK(children(store.index(), one.keys()[3]).empty());
+  for (const Sighting& s : children(store.index(), first.keys()[2])) found.insert(s.key.words[0]);
+  CHECK(found == (std::set<uint64_t>{first.keys()[3].words[0], other.keys()[3].words[0]}));
+  CHECK(children(store.index(), first.keys()[3]).empty());
 }
 
 TEST(what_is_deleted_evicted_or_being_written_is_not_found) {

@@ -22,8 +22,8 @@ namespace fs = std::filesystem;
 namespace {
 
 const Layout& layout() {
-  static const Layout one = layout_of_sizes({1000, 3000, 1000, 8});
-  return one;
+  static const Layout layout = layout_of_sizes({1000, 3000, 1000, 8});
+  return layout;
 }
 
 struct Tree {

@@ -78,7 +78,7 @@ class Simulation {
   static Key key_of(uint64_t block) {
     Key key{};
     uint64_t word = block;
-    for (auto& one : key.words) one = (word = (word ^ word >> 29) * 0xbf58476d1ce4e5b9ull + 0x9e3779b97f4a7c15ull);
+    for (auto& part : key.words) part = (word = (word ^ word >> 29) * 0xbf58476d1ce4e5b9ull + 0x9e3779b97f4a7c15ull);
     return key;
   }
   void at(double when, std::function<void()> what) { events_.push({now_ + when, ++order_, std::move(what)}); }
@@ -273,11 +273,11 @@ inline void Simulation::pump(uint32_t h) {
       if (again.life != life) return;
       again.link_busy = false;
       for (size_t k = 0; k < again.sends.size(); ++k) {
-        Send& one = again.sends[k];
-        if (one.block != block || one.to != to) continue;
-        one.layer += 1;
-        at(kHopS, [this, h, copy = one] { arrived(h, copy); });
-        if (one.layer == kLayers) end_send(h, k);
+        Send& send = again.sends[k];
+        if (send.block != block || send.to != to) continue;
+        send.layer += 1;
+        at(kHopS, [this, h, copy = send] { arrived(h, copy); });
+        if (send.layer == kLayers) end_send(h, k);
         break;
       }
       pump(h);

@@ -116,10 +116,10 @@ template <int Codec>
 void bring_to(const Side& side, const Shape& shape, uint32_t heads, uint32_t tokens, uint32_t dtype, Bytes& out) {
   const int64_t token_stride = int64_t{shape.head_dim} * size_of(dtype);
   for (uint32_t head = 0; head < heads; ++head) {
-    void* own = out.data() + head * tokens * token_stride;
-    if (dtype == KVK_F32) bring_as_threads_do<Codec, KVK_F32>(side, shape, head, tokens, own, token_stride);
-    if (dtype == KVK_F16) bring_as_threads_do<Codec, KVK_F16>(side, shape, head, tokens, own, token_stride);
-    if (dtype == KVK_BF16) bring_as_threads_do<Codec, KVK_BF16>(side, shape, head, tokens, own, token_stride);
+    void* rows_of_head = out.data() + head * tokens * token_stride;
+    if (dtype == KVK_F32) bring_as_threads_do<Codec, KVK_F32>(side, shape, head, tokens, rows_of_head, token_stride);
+    if (dtype == KVK_F16) bring_as_threads_do<Codec, KVK_F16>(side, shape, head, tokens, rows_of_head, token_stride);
+    if (dtype == KVK_BF16) bring_as_threads_do<Codec, KVK_BF16>(side, shape, head, tokens, rows_of_head, token_stride);
   }
 }
 
@@ -309,13 +309,13 @@ void load_and_score(uint32_t codec, bool aligned) {
       for (uint32_t tile = 0; tile * kvk::tile_tokens(head_dim) < s.tokens; ++tile)
         for (uint32_t thread = 0; thread < kvk::kLoadThreads; ++thread) {
           kvk::bring_tile<Dtype>(side, shape, head, s.first, s.tokens, tile, thread, store);
-          const uint32_t at_once = kvk::rows_at_once(head_dim), own = thread / (head_dim / 16);
+          const uint32_t at_once = kvk::rows_at_once(head_dim), token_of_thread = thread / (head_dim / 16);
           float part[2][kvk::kRowsInFlight] = {};
-          const uint32_t token = s.first + tile * kvk::tile_tokens(head_dim) + own;
+          const uint32_t token = s.first + tile * kvk::tile_tokens(head_dim) + token_of_thread;
           const kvk::Compare<Dtype> compare{computed.data() + head * stride, row, s.first, token, at_once, part[0], part[1]};
           kvk::bring_tile<Dtype>(side, shape, head, s.first, s.tokens, tile, thread, compare);
           for (uint32_t r = 0; r < kvk::kRowsInFlight; ++r)
-            if (const uint32_t t = token + r * at_once - s.first; own < at_once && t < s.tokens)
+            if (const uint32_t t = token + r * at_once - s.first; token_of_thread < at_once && t < s.tokens)
               square[t] += part[0][r], norm[t] += part[1][r];
         }
       for (uint32_t t = 0; t < s.tokens; ++t)
@@ -366,10 +366,10 @@ TEST(pages_arrive_whole) {
     for (uint32_t i = 0; i < pages; ++i)
       for (uint32_t head = 0; head < heads; ++head)
         for (uint32_t token = 0; token < tokens; ++token) {
-          const auto* one = reinterpret_cast<const uint8_t*>(from[i].data()) + head * a.from_head_stride + token * row;
+          const auto* read = reinterpret_cast<const uint8_t*>(from[i].data()) + head * a.from_head_stride + token * row;
           const auto* other =
               reinterpret_cast<const uint8_t*>(to[i].data()) + head * a.to_head_stride + token * a.to_token_stride;
-          CHECK(std::memcmp(one, other, row) == 0);
+          CHECK(std::memcmp(read, other, row) == 0);
         }
   }
 }

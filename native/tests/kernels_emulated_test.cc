@@ -106,8 +106,8 @@ TEST(pairs_of_bf16_are_summed_even_and_odd_apart) {
     for (int row = 0; row < 16; ++row)
       for (int column = 0; column < 16; ++column) sum.number(row, column) = noise();
     for (size_t at = 0; at < left.bytes.size(); at += 2) {
-      const uint16_t one = bf16(noise()), other = bf16(noise());
-      std::memcpy(&left.bytes[at], &one, 2), std::memcpy(&right.bytes[at], &other, 2);
+      const uint16_t a = bf16(noise()), b = bf16(noise());
+      std::memcpy(&left.bytes[at], &a, 2), std::memcpy(&right.bytes[at], &b, 2);
     }
     const Square start = sum;
     Tiles::load<1>(start.bytes.data(), 64), Tiles::load<5>(left.bytes.data(), 64), Tiles::load<7>(right.bytes.data(), 64);
@@ -154,8 +154,8 @@ TEST(the_emulated_tiles_are_the_real_ones) {
     both_products<RealTiles>(depth_bytes, left, right, start, &pairs[1], &codes[1]);
     CHECK(codes[0].bytes == codes[1].bytes);
     for (int j = 0; j < 256; ++j) {  // of any bits: NaN is NaN, whichever
-      const float one = pairs[0].number(j / 16, j % 16), other = pairs[1].number(j / 16, j % 16);
-      CHECK((one != one && other != other) || one == other);
+      const float a = pairs[0].number(j / 16, j % 16), b = pairs[1].number(j / 16, j % 16);
+      CHECK((a != a && b != b) || a == b);
     }
   }
 }

@@ -313,11 +313,11 @@ TEST(every_path_turns_keys_into_the_same_bytes) {
 }
 
 TEST(two_callers_at_once_do_not_share) {
-  Problem one, other;
-  const auto first = one.run(0), second = other.run(0);
+  Problem problem, again;
+  const auto first = problem.run(0), second = again.run(0);
   std::thread beside([&] {
-    for (int i = 0; i < 50; ++i) CHECK(other.run(0, 3) == second || other.run(0, 1) == second);
+    for (int i = 0; i < 50; ++i) CHECK(again.run(0, 3) == second || again.run(0, 1) == second);
   });
-  for (int i = 0; i < 50; ++i) CHECK(one.run(0, 1) == first);
+  for (int i = 0; i < 50; ++i) CHECK(problem.run(0, 1) == first);
   beside.join();
 }

@@ -12,8 +12,9 @@ using namespace kv::test;
 namespace {
 
 uint64_t requests(Daemon& daemon, const std::string& operation) {
-  for (const auto& one : daemon.server->latencies())
-    if (one.operation == operation) return std::accumulate(one.counts.buckets.begin(), one.counts.buckets.end(), uint64_t{0});
+  for (const auto& latency : daemon.server->latencies())
+    if (latency.operation == operation)
+      return std::accumulate(latency.counts.buckets.begin(), latency.counts.buckets.end(), uint64_t{0});
   return ~0ull;
 }
 

@@ -69,8 +69,8 @@ struct Ends {
     return {buffer.data(), got < 0 ? 0 : static_cast<size_t>(got)};
   }
   bool wait() {  // false: nothing has come for 20 s
-    pollfd one{daemon.get(), POLLIN, 0};
-    return ::poll(&one, 1, 20'000) == 1;
+    pollfd readable{daemon.get(), POLLIN, 0};
+    return ::poll(&readable, 1, 20'000) == 1;
   }
   Fd client, daemon;
 };
@@ -176,8 +176,8 @@ TEST(connections_that_come_and_go_hold_up_no_mailbox) {
     address.sun_family = AF_UNIX;
     std::copy(daemon.path.begin(), daemon.path.end(), address.sun_path);
     while (!stop.load()) {
-      const Fd one(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-      ::connect(one.get(), reinterpret_cast<sockaddr*>(&address), sizeof address);
+      const Fd stranger(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+      ::connect(stranger.get(), reinterpret_cast<sockaddr*>(&address), sizeof address);
     }
   });
   const uint64_t before = client->mailed();
@@ -245,8 +245,9 @@ TEST(a_request_in_a_mailbox_that_is_not_looked_into_is_served_on_a_knock_and_onc
   }
   const auto served = [&] {  // counted after the answer
     uint64_t count = 0;
-    for (const auto& one : daemon.server->latencies())
-      if (one.operation == "stats") count += std::accumulate(one.counts.buckets.begin(), one.counts.buckets.end(), uint64_t{0});
+    for (const auto& latency : daemon.server->latencies())
+      if (latency.operation == "stats")
+        count += std::accumulate(latency.counts.buckets.begin(), latency.counts.buckets.end(), uint64_t{0});
     return count;
   };
   CHECK(eventually([&] { return served() >= 3; }));

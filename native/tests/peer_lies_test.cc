@@ -253,10 +253,10 @@ TEST(an_answer_without_an_end_ends) {
   const Frame waiting{.kind = static_cast<uint16_t>(Kind::Waiting), .request = kRequest};
   for (const Piece& again : {honest[0], honest[2], Piece{waiting, {}}}) {
     Pair pair;
-    const Bytes begun = joined({honest[0], honest[1]}), one = joined({again});
+    const Bytes begun = joined({honest[0], honest[1]}), endless = joined({again});
     std::thread peer([&] {  // until the other end has had enough
       if (::send(pair.far.get(), begun.data(), begun.size(), MSG_NOSIGNAL) < 0) return;
-      while (::send(pair.far.get(), one.data(), one.size(), MSG_NOSIGNAL) > 0) continue;
+      while (::send(pair.far.get(), endless.data(), endless.size(), MSG_NOSIGNAL) > 0) continue;
     });
     const Key wanted = key(kNumber);
     bool malformed = false;

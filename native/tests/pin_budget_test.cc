@@ -33,8 +33,8 @@ struct Full : Rig {
   // As somebody writes who keeps no rule: into each word, whatever it was allowed.
   void fill(Page& page, uint32_t count) {
     for (uint32_t i = 0; i < count; ++i) {
-      const Handle one = handle(i % kBlocks);
-      words(page)[i].store(pin_word(one.record, one.generation));
+      const Handle pinned = handle(i % kBlocks);
+      words(page)[i].store(pin_word(pinned.record, pinned.generation));
     }
     head(page)->pins_high.store(~0ull), head(page)->allowance.store(PinAllowance{~0u, ~0u}.pack());
   }
@@ -50,8 +50,8 @@ struct Full : Rig {
 std::vector<uint32_t> pin(Rig& rig, Page& page, uint64_t from, uint64_t to, uint32_t pages = 2) {
   std::vector<uint32_t> slots;
   for (uint64_t i = from; i < to; ++i) {
-    const Handle one = rig.handle(i);
-    const uint64_t word = pin_word(one.record, one.generation);
+    const Handle pinned = rig.handle(i);
+    const uint64_t word = pin_word(pinned.record, pinned.generation);
     uint32_t slot;
     for (int tries = 0; tries < 2; ++tries) {
       if (page.board->take({&word, 1}, &slot, {&pages, 1}) == 1) {
@@ -92,8 +92,8 @@ TEST(a_user_holds_its_share_and_what_it_holds_stays) {
   CHECK_EQ(pin(rig, writer, 1024, kBlocks).size(), kBlocks * 7 / 8 - held);
   CHECK_EQ(rig.refused(3000), 0);
   for (uint64_t i = 0; i < kBlocks * 7 / 8; ++i) CHECK(rig.resident(i));
-  Page own(*rig.store, 8192);
-  CHECK_EQ(pin(rig, own, 0, kBlocks).size(), kBlocks);  // no bound for the own user
+  Page page(*rig.store, 8192);
+  CHECK_EQ(pin(rig, page, 0, kBlocks).size(), kBlocks);  // no bound for the own user
   rig.store->check_integrity();
 }
 
@@ -127,9 +127,9 @@ TEST(a_block_longer_than_what_was_allowed_is_not_held) {
 
 TEST(the_next_daemon_honours_what_was_given_and_no_more) {
   Full rig;
-  Page honest(*rig.store, 8192, kOther, true), hostile(*rig.store, 8192, kStranger, true), own(*rig.store, 64);
+  Page honest(*rig.store, 8192, kOther, true), hostile(*rig.store, 8192, kStranger, true), trusted(*rig.store, 64);
   CHECK_EQ(pin(rig, honest, 0, 700).size(), 700u);
-  CHECK_EQ(pin(rig, own, 700, 764).size(), 64u);
+  CHECK_EQ(pin(rig, trusted, 700, 764).size(), 64u);
   rig.fill(hostile, 8192);
   rig.restart();
   CHECK_EQ(rig.refused(3000), 0);

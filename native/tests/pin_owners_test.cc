@@ -50,7 +50,7 @@ struct Idle {
 
 // A session of that process with a block being written, and a pin of another; its end, and that of every mapping.
 struct Left {
-  Left(Rig& rig, const Idle& process, bool given, bool acknowledged) {
+  Left(Rig& rig, const Idle& process, bool to_device, bool acknowledged) {
     Fd locked;
     std::tie(id, locked) = rig.store->open_session(64, static_cast<uint32_t>(process.pid), ::geteuid());
     written = rig.create(1, 4, id);
@@ -61,7 +61,7 @@ struct Left {
       const uint64_t word = pin_word(read.record, read.generation);
       uint32_t slot;
       CHECK_EQ(board.take({&word, 1}, &slot), 1u);
-      if (given) rig.store->give_to_device(id, true);
+      if (to_device) rig.store->give_to_device(id, true);
       if (acknowledged) rig.store->give_to_device(id, false);
     }
     locked = Fd();
@@ -236,16 +236,16 @@ TEST(a_block_larger_than_an_owners_part_goes_alone) {
 // ---------------------------------------------------------------- devices
 
 TEST(a_process_is_told_from_a_later_one_of_its_number) {
-  Idle one;
-  const uint64_t identity = process_identity(static_cast<uint32_t>(one.pid));
+  Idle process;
+  const uint64_t identity = process_identity(static_cast<uint32_t>(process.pid));
   CHECK(identity && process_lives(identity));
   CHECK(!process_lives(identity + (uint64_t{1} << kPidBits)));  // the same number, begun later
-  const auto number = static_cast<uint32_t>(one.pid);
-  ::kill(one.pid, SIGKILL);
+  const auto number = static_cast<uint32_t>(process.pid);
+  ::kill(process.pid, SIGKILL);
   siginfo_t ended;
   CHECK(::waitid(P_PID, number, &ended, WEXITED | WNOWAIT) == 0);
   CHECK(!process_lives(identity));  // ended, and nobody has waited for it: its memory is gone
-  one.end();
+  process.end();
   CHECK(!process_lives(identity) && !process_lives(0));
 }
 

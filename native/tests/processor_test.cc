@@ -27,9 +27,9 @@ bool same(const cpu_set_t& a, const cpu_set_t& b) { return CPU_EQUAL(&a, &b); }
 
 bool one_processor() {
   const cpu_set_t allowed = affinity();
-  const bool one = CPU_COUNT(&allowed) == 1;
-  if (one) std::printf("skipped: this process may run on one processor only\n");
-  return one;
+  const bool alone = CPU_COUNT(&allowed) == 1;
+  if (alone) std::printf("skipped: this process may run on one processor only\n");
+  return alone;
 }
 
 // This thread, on one processor of those it may run on; `number` as pages have it.
@@ -65,11 +65,11 @@ TEST(a_thread_leaves_its_processor_and_may_still_run_on_all) {
 
 TEST(it_moves_seldom) {
   if (one_processor()) return;
-  OwnProcessor own;
+  OwnProcessor thread;
   constexpr uint64_t kNow = 1'000'000;
-  CHECK(eventually([&] { return own.leave_to(this_processor(), kNow); }));
-  for (int i = 0; i < 100; ++i) CHECK(!own.leave_to(this_processor(), kNow + OwnProcessor::kMoveEveryNs - 1));
-  CHECK(eventually([&] { return own.leave_to(this_processor(), kNow + OwnProcessor::kMoveEveryNs); }));
+  CHECK(eventually([&] { return thread.leave_to(this_processor(), kNow); }));
+  for (int i = 0; i < 100; ++i) CHECK(!thread.leave_to(this_processor(), kNow + OwnProcessor::kMoveEveryNs - 1));
+  CHECK(eventually([&] { return thread.leave_to(this_processor(), kNow + OwnProcessor::kMoveEveryNs); }));
 }
 
 TEST(it_stays_where_it_must_and_where_it_meets_nobody) {

@@ -67,7 +67,7 @@ TEST(a_block_in_the_middle_leaves_two_parts_and_gives_them_back) {
   CHECK_EQ(rig.store->stats().created, 0u);
   rig.store->check_integrity();
   const Handle block = rig.handle(1);
-  const uint32_t own = client.pin(block);
+  const uint32_t place = client.pin(block);
   Page reader(*rig.store);
   const uint32_t theirs = reader.pin(block);
   CHECK(is(take_back(rig, client.id, block, part()), Back::Held));
@@ -81,7 +81,7 @@ TEST(a_block_in_the_middle_leaves_two_parts_and_gives_them_back) {
   client.clear(twice);
   CHECK(is(take_back(rig, reader.id, block, part()), Back::Gone));
   CHECK(is(take_back(rig, client.id, block, part()), Back::Taken));
-  client.clear(own);
+  client.clear(place);
   CHECK(is(take_back(rig, client.id, block, part()), Back::Gone));
   rig.store->check_integrity();
   CHECK(is(take_back(rig, client.id, rig.handle(3), part()), Back::Taken));
@@ -122,10 +122,10 @@ TEST(two_regions_that_touch_stay_two) {
   Page client(*rig.store);
   Keys part;
   const auto unit = static_cast<uint32_t>(StoreTest::arena(*rig.store).unit_bytes() / kPageBytes);
-  const Granted one = make_region(rig, 0, unit, client.id, 1), two = make_region(rig, 1, unit, client.id, 2);
-  CHECK_EQ(one.extent.end(), two.extent.offset);
-  CHECK(is(publish(rig, client.id, 1, one.extent.end() - 2 * kPageBytes, 4, part()), Grant::NoSpace));
-  CHECK(is(publish(rig, client.id, 1, one.extent.offset, unit, part()), Grant::Granted));
+  const Granted first = make_region(rig, 0, unit, client.id, 1), second = make_region(rig, 1, unit, client.id, 2);
+  CHECK_EQ(first.extent.end(), second.extent.offset);
+  CHECK(is(publish(rig, client.id, 1, first.extent.end() - 2 * kPageBytes, 4, part()), Grant::NoSpace));
+  CHECK(is(publish(rig, client.id, 1, first.extent.offset, unit, part()), Grant::Granted));
   CHECK(is(take_back(rig, client.id, rig.handle(1), part(), 1), Back::Taken));
   CHECK_EQ(rig.store->stats().created, 2u);
   rig.store->check_integrity();
@@ -140,7 +140,7 @@ TEST(adopted_with_a_region_in_it) {
   for (uint64_t i = 0; i < 60; i += 2)
     CHECK(is(publish(rig, client.id, i, region.extent.offset + i * 10 * kPageBytes, 9, part()), Grant::Granted));
   const Handle block = rig.handle(4);
-  const uint32_t own = client.pin(block);
+  const uint32_t place = client.pin(block);
   const uint64_t used = rig.store->stats().used_bytes;
   rig.restart();
   rig.store->check_integrity();
@@ -149,7 +149,7 @@ TEST(adopted_with_a_region_in_it) {
   CHECK(rig.store->resume_session(client.id, client.token(), 1, ::geteuid()));
   CHECK(is(publish(rig, client.id, 100, region.extent.offset + 10 * kPageBytes, 9, part()), Grant::NoSpace));
   CHECK(is(take_back(rig, client.id, block, part()), Back::Taken));
-  client.clear(own);
+  client.clear(place);
   rig.store->check_integrity();
   CHECK(is(publish(rig, client.id, 101, region.extent.offset + 40 * kPageBytes, 9, part()), Grant::Granted));
   rig.store->check_integrity();

@@ -40,7 +40,7 @@ TEST(rights) {
       {kUnmappedId, {20, 21}, Right::None},
       {12, {kUnmappedId}, Right::None},
   };
-  for (const auto& one : cases) CHECK(right_of({1, one.uid, one.groups}, tenant, kOwner) == one.wanted);
+  for (const auto& asked : cases) CHECK(right_of({1, asked.uid, asked.groups}, tenant, kOwner) == asked.wanted);
   CHECK(right_of({1, 12, {1}}, Tenant{}, kOwner) == Right::None);
   CHECK(right_of({1, kUnmappedId, {}}, Tenant{}, kUnmappedId) == Right::Write);
 }
@@ -62,21 +62,21 @@ TEST(credentials) {
 
 TEST(tokens_of_sessions) {
   Tokens tokens;
-  const Tokens::Token one = tokens.issue({"a", false, 1}), two = tokens.issue({"b", true, 2});
-  CHECK(one != two);
-  const auto found = tokens.check(two);
+  const Tokens::Token first = tokens.issue({"a", false, 1}), second = tokens.issue({"b", true, 2});
+  CHECK(first != second);
+  const auto found = tokens.check(second);
   CHECK(found && found->name == "b" && found->read_only);
   for (size_t at = 0; at < kTokenBytes; ++at) {
-    Tokens::Token altered = one;
+    Tokens::Token altered = first;
     altered[at] ^= 1;
     CHECK(!tokens.check(altered));
-    CHECK(!tokens.check(std::span(one).first(at)));
+    CHECK(!tokens.check(std::span(first).first(at)));
   }
-  Tokens::Token mixed = one;  // the one's number, the other's secret
-  std::copy(two.begin() + 8, two.end(), mixed.begin() + 8);
+  Tokens::Token mixed = first;  // the one's number, the other's secret
+  std::copy(second.begin() + 8, second.end(), mixed.begin() + 8);
   CHECK(!tokens.check(mixed) && !tokens.check({}) && !tokens.check(Tokens::Token{}));
-  tokens.end(one);
-  CHECK(!tokens.check(one) && tokens.check(two));
-  tokens.end(one);  // once more changes nothing
-  CHECK(tokens.check(two));
+  tokens.end(first);
+  CHECK(!tokens.check(first) && tokens.check(second));
+  tokens.end(first);  // once more changes nothing
+  CHECK(tokens.check(second));
 }

@@ -33,9 +33,9 @@ TEST(a_forked_child_clears_no_pin_of_its_parents) {
 #ifdef KV_TSAN
     const bool served = true;
 #else
-    auto own = daemon.client();  // the child attaches anew
-    const bool served = get(*own, key(1))->hits() == 1;
-    own.reset();
+    auto attached = daemon.client();  // the child attaches anew
+    const bool served = get(*attached, key(1))->hits() == 1;
+    attached.reset();
 #endif
     ::_exit(refused && served ? 0 : 1);
   }
@@ -90,8 +90,8 @@ TEST(a_forked_child_ends_no_writer_of_its_parents) {
   std::atomic<bool> stop{false};
   std::thread writing([&] {
     for (uint64_t i = 0; !stop.load(); ++i) {
-      const Key one = key(10 + i % 50);
-      create(*client, {&one, 1});
+      const Key wanted = key(10 + i % 50);
+      create(*client, {&wanted, 1});
     }
   });
   const size_t all[] = {0};
@@ -132,7 +132,8 @@ TEST(a_forked_child_resumes_no_session) {
   client->reattach();
   const auto sessions = daemon.rig.store->sessions();
   CHECK_EQ(sessions.size(), 2u);
-  for (const auto& one : sessions) CHECK(one.attached && one.resumed == (one.pid == static_cast<uint32_t>(::getpid())));
+  for (const auto& session : sessions)
+    CHECK(session.attached && session.resumed == (session.pid == static_cast<uint32_t>(::getpid())));
   for (int fd : {there[0], there[1], over[0], over[1]}) ::close(fd);
   int code = 0;
   ::waitpid(child, &code, 0);

@@ -73,14 +73,14 @@ TEST(close_waits_for_a_copy_under_way) {
     while (!begun.load()) {
     }
     writer->close();
-    auto given = other->create({.keys = {&others, 1}, .token_counts = tokens, .layout = big});
-    if (given->item(0).open) {
-      std::memset(given->bytes(0), 0x33, kBytes);
+    auto created = other->create({.keys = {&others, 1}, .token_counts = tokens, .layout = big});
+    if (created->item(0).open) {
+      std::memset(created->bytes(0), 0x33, kBytes);
       const size_t all[] = {0};
-      given->seal(all);
+      created->seal(all);
     }
     copying.join();
-    if (!given->item(0).open && given->item(0).status == Grant::Granted) {
+    if (!created->item(0).open && created->item(0).status == Grant::Granted) {
       auto batch = get(*other, others);
       size_t wrong = 0;
       for (size_t i = 0; i < kBytes; i += 64) wrong += batch->bytes(0)[i] != std::byte{0x33};
@@ -108,11 +108,11 @@ TEST(a_child_that_lives_on_keeps_no_session_of_its_parents) {
     CHECK(eventually([&] { return daemon.stats().sessions == 0; }));
     if (i == 2) {  // its pages are mapped by the children: these count as long as they live
       CHECK(thrown([&] { daemon.client(); }) == Code::NoSpace);
-      for (pid_t one : children) ::kill(one, SIGKILL), ::waitpid(one, nullptr, 0);
+      for (pid_t child : children) ::kill(child, SIGKILL), ::waitpid(child, nullptr, 0);
       children.clear();
     }
   }
-  for (pid_t one : children) ::kill(one, SIGKILL), ::waitpid(one, nullptr, 0);
+  for (pid_t child : children) ::kill(child, SIGKILL), ::waitpid(child, nullptr, 0);
 }
 #endif
 

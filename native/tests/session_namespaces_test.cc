@@ -11,10 +11,10 @@ using namespace kv::test;
 namespace {
 
 struct TwoNamespaces {
-  TwoNamespaces() : path(one.segments.directory + "/socket") { start(); }
+  TwoNamespaces() : path(first.segments.directory + "/socket") { start(); }
   void start() {
     server = std::make_unique<SessionServer>(SessionServer::Options{path, 8, 4096, {}},
-                                             std::vector<Store*>{one.store.get(), two.store.get()});
+                                             std::vector<Store*>{first.store.get(), second.store.get()});
     server->start();
   }
   std::unique_ptr<Client> client(const char* name) {
@@ -23,11 +23,11 @@ struct TwoNamespaces {
 
   void restart() {
     server.reset();
-    one.restart(), two.restart();
+    first.restart(), second.restart();
     start();
   }
 
-  Rig one{16 * kMiB, 256, false, 1024, "one"}, two{16 * kMiB, 256, false, 1024, "two"};
+  Rig first{16 * kMiB, 256, false, 1024, "one"}, second{16 * kMiB, 256, false, 1024, "two"};
   std::string path;
   std::unique_ptr<SessionServer> server;
 };
@@ -42,7 +42,7 @@ TEST(a_namespace_that_stands_still_holds_up_no_other) {
   std::atomic<bool> answered{false};
   std::thread asking;
   {
-    const auto held = StoreTest::hold(*daemon.one.store);
+    const auto held = StoreTest::hold(*daemon.first.store);
     asking = std::thread([&] {
       put(*stuck, key(1), 9);
       answered.store(true);
@@ -52,7 +52,7 @@ TEST(a_namespace_that_stands_still_holds_up_no_other) {
     auto second = daemon.client("two");  // attaching waits for no other namespace either
     put(*second, key(3), 8);
     second.reset();
-    CHECK(eventually([&] { return daemon.two.store->stats().sessions == 1; }));
+    CHECK(eventually([&] { return daemon.second.store->stats().sessions == 1; }));
     CHECK(!answered.load());
   }
   asking.join();
@@ -67,7 +67,7 @@ TEST(sessions_of_all_namespaces_count_together) {
   CHECK(thrown([&] { daemon.client("one"); }) == Code::Unavailable);
   CHECK_EQ(daemon.server->sessions().size(), 8u);
   {
-    const auto held = StoreTest::hold(*daemon.one.store);  // who has left has room again, also before its namespace noticed
+    const auto held = StoreTest::hold(*daemon.first.store);  // who has left has room again, also before its namespace noticed
     clients[1].reset();
     clients.push_back(daemon.client("two"));
     CHECK(thrown([&] { daemon.client("two"); }) == Code::Unavailable);
@@ -76,19 +76,19 @@ TEST(sessions_of_all_namespaces_count_together) {
 
 TEST(lists_reach_every_namespace_and_its_sessions) {
   TwoNamespaces daemon;
-  auto one = daemon.client("one"), two = daemon.client("two");
+  auto first = daemon.client("one"), second = daemon.client("two");
   std::vector<Tenant> tenants(2);
   tenants[0].salt[0] = 1, tenants[1].salt[0] = 2;
   daemon.server->set_tenants(tenants);
   CHECK(eventually([&] { return daemon.client("one")->attachment()->salt()[0] == 1; }));
   CHECK(eventually([&] { return daemon.client("two")->attachment()->salt()[0] == 2; }));
-  put(*one, key(1), 7), put(*two, key(1), 8);
+  put(*first, key(1), 7), put(*second, key(1), 8);
 }
 
 TEST(the_daemon_ends_while_clients_come_and_go_and_the_next_resumes_them) {
   TwoNamespaces daemon;
-  auto one = daemon.client("one"), two = daemon.client("two");
-  put(*one, key(1), 7), put(*two, key(1), 8);
+  auto first = daemon.client("one"), second = daemon.client("two");
+  put(*first, key(1), 7), put(*second, key(1), 8);
   std::atomic<bool> stop{false};
   std::vector<std::thread> coming;
   for (const char* name : {"one", "two"})
@@ -98,9 +98,9 @@ TEST(the_daemon_ends_while_clients_come_and_go_and_the_next_resumes_them) {
   for (int i = 0; i < 10; ++i) daemon.restart();
   stop.store(true);
   for (std::thread& thread : coming) thread.join();
-  one->reattach(), two->reattach();
-  put(*one, key(2), 7), put(*two, key(2), 8);
-  CHECK_EQ(get(*one, key(1))->hits(), 1u);
+  first->reattach(), second->reattach();
+  put(*first, key(2), 7), put(*second, key(2), 8);
+  CHECK_EQ(get(*first, key(1))->hits(), 1u);
   daemon.server.reset();
-  daemon.one.store->check_integrity(), daemon.two.store->check_integrity();
+  daemon.first.store->check_integrity(), daemon.second.store->check_integrity();
 }

@@ -10,8 +10,8 @@ using namespace kv::test;
 
 namespace {
 std::shared_ptr<BlockWriter> create_sealing(Client& client, const Key& k, BlockWriter& earlier) {
-  const uint32_t one[] = {1};
-  return client.create({.keys = {&k, 1}, .token_counts = one, .layout = 0, .sealing = &earlier});
+  const uint32_t tokens[] = {1};
+  return client.create({.keys = {&k, 1}, .token_counts = tokens, .layout = 0, .sealing = &earlier});
 }
 
 // As KVClient does it: once more after the session was found to be over.
@@ -48,9 +48,9 @@ TEST(the_same_handle_in_another_pool_is_another_block) {
 
 TEST(another_clients_writer_is_sealed_by_its_own_session) {
   Daemon daemon;
-  auto one = daemon.client(), other = daemon.client();
+  auto client = daemon.client(), other = daemon.client();
   const Key first = key(1), second = key(2);
-  auto earlier = create(*one, {&first, 1});
+  auto earlier = create(*client, {&first, 1});
   auto made = create_sealing(*other, second, *earlier);
   CHECK_EQ(get(*other, first)->hits(), 1u);
 }

@@ -164,8 +164,8 @@ TEST(batches_over_a_message_and_a_seal_on_the_way) {
   CHECK_EQ(daemon.stats().created, 0u);
   const Key next = key(9999), more = key(10000);
   auto first = create(*client, {&next, 1});
-  const uint32_t one[] = {1};
-  auto second = client->create({.keys = {&more, 1}, .token_counts = one, .layout = 0, .sealing = first.get()});
+  const uint32_t tokens[] = {1};
+  auto second = client->create({.keys = {&more, 1}, .token_counts = tokens, .layout = 0, .sealing = first.get()});
   CHECK_EQ(static_cast<int>(client->lookup({&next, 1})[0]), 2);
   CHECK_EQ(client->remove(keys), keys.size() - 1);
 }

@@ -65,26 +65,28 @@ struct Fixture {
 
 TEST(stretches_come_whole_with_their_checksums) {
   for (const bool direct : {true, false}) {
-    Fixture own(direct);
-    Stretch two[] = {own.whole(), {own.fd.get(), kPageBytes, own.memory + kBytes, 2 * kPageBytes, 5000}};
-    CHECK(!own.reader->read(two));
-    CHECK(own.right());
-    CHECK(two[0].crc == crc32c(own.bytes.data(), kBytes));
-    CHECK(two[1].crc == crc32c(own.bytes.data() + kPageBytes, 5000));
+    Fixture fixture(direct);
+    Stretch two[] = {fixture.whole(), {fixture.fd.get(), kPageBytes, fixture.memory + kBytes, 2 * kPageBytes, 5000}};
+    CHECK(!fixture.reader->read(two));
+    CHECK(fixture.right());
+    CHECK(two[0].crc == crc32c(fixture.bytes.data(), kBytes));
+    CHECK(two[1].crc == crc32c(fixture.bytes.data() + kPageBytes, 5000));
   }
 }
 
 TEST(several_threads_read_at_one_time) {
   for (const bool direct : {true, false}) {
-    Fixture own(direct);
+    Fixture fixture(direct);
     std::atomic<int> wrong = 0;
     std::vector<std::thread> threads;
     for (uint64_t slot = 0; slot < 4; ++slot)
       threads.emplace_back([&, slot] {
         for (int i = 0; i < 5; ++i) {
-          std::memset(own.memory + slot * kBytes, 0, kBytes);
-          Stretch one = own.whole(slot);
-          if (own.reader->read({&one, 1}, slot == 3) || !own.right(slot) || one.crc != crc32c(own.bytes.data(), kBytes)) ++wrong;
+          std::memset(fixture.memory + slot * kBytes, 0, kBytes);
+          Stretch stretch = fixture.whole(slot);
+          if (fixture.reader->read({&stretch, 1}, slot == 3) || !fixture.right(slot) ||
+              stretch.crc != crc32c(fixture.bytes.data(), kBytes))
+            ++wrong;
         }
       });
     for (std::thread& thread : threads) thread.join();
@@ -95,51 +97,51 @@ TEST(several_threads_read_at_one_time) {
 TEST(short_reads_and_a_full_queue_are_gone_on_with) {
   for (const bool direct : {true, false})
     for (const char* seed : {"1", "2", "3", "4", "5"}) {
-      Fixture own(direct, std::string("seed=") + seed + ",read_short=@2,read_full=@3,read_short=@5");
-      Stretch one = own.whole();
-      const auto failure = own.reader->read({&one, 1});
+      Fixture fixture(direct, std::string("seed=") + seed + ",read_short=@2,read_full=@3,read_short=@5");
+      Stretch stretch = fixture.whole();
+      const auto failure = fixture.reader->read({&stretch, 1});
       if (failure) {  // a short read of nothing: as at a file's end, and named as such
         CHECK(failure->error == 0);
         CHECK(failure->offset < kBytes);
         continue;
       }
-      CHECK(own.right());
-      CHECK(one.crc == crc32c(own.bytes.data(), kBytes));
+      CHECK(fixture.right());
+      CHECK(stretch.crc == crc32c(fixture.bytes.data(), kBytes));
     }
 }
 
 TEST(a_failure_names_where_and_the_next_read_works) {
   for (const bool direct : {true, false}) {
-    Fixture own(direct, "read_eio=@2");
-    Stretch two[] = {own.whole(), own.whole(1)};
-    const auto failure = own.reader->read(two);
+    Fixture fixture(direct, "read_eio=@2");
+    Stretch two[] = {fixture.whole(), fixture.whole(1)};
+    const auto failure = fixture.reader->read(two);
     CHECK(failure.has_value());
     CHECK(failure->stretch == 0);
     CHECK(failure->offset == StretchReader::kPartBytes);
     CHECK(failure->error == EIO);
-    std::memset(own.memory, 0, kBytes);  // nothing writes there any more
-    for (uint64_t i = 0; i < kBytes; ++i) KV_INVARIANT(own.memory[i] == std::byte{0});
-    CHECK(!own.reader->read(two));
-    CHECK(own.right(1));
+    std::memset(fixture.memory, 0, kBytes);  // nothing writes there any more
+    for (uint64_t i = 0; i < kBytes; ++i) KV_INVARIANT(fixture.memory[i] == std::byte{0});
+    CHECK(!fixture.reader->read(two));
+    CHECK(fixture.right(1));
   }
 }
 
 TEST(other_bytes_have_another_checksum) {
-  Fixture own(true, "read_flip=@2");
-  Stretch one = own.whole();
-  CHECK(!own.reader->read({&one, 1}));
-  CHECK(one.crc != crc32c(own.bytes.data(), kBytes));
+  Fixture fixture(true, "read_flip=@2");
+  Stretch stretch = fixture.whole();
+  CHECK(!fixture.reader->read({&stretch, 1}));
+  CHECK(stretch.crc != crc32c(fixture.bytes.data(), kBytes));
 }
 
 TEST(the_end_of_the_file_is_a_failure_unless_no_byte_behind_it_is_needed) {
   for (const bool direct : {true, false}) {
-    Fixture own(direct);
+    Fixture fixture(direct);
     const uint64_t last = kBytes - 2 * kPageBytes;
-    Stretch one{own.fd.get(), last, own.memory, 4 * kPageBytes, 2 * kPageBytes};
-    CHECK(!own.reader->read({&one, 1}));
-    CHECK(one.crc == crc32c(own.bytes.data() + last, 2 * kPageBytes));
-    one.need += 1;
-    const auto failure = own.reader->read({&one, 1});
+    Stretch stretch{fixture.fd.get(), last, fixture.memory, 4 * kPageBytes, 2 * kPageBytes};
+    CHECK(!fixture.reader->read({&stretch, 1}));
+    CHECK(stretch.crc == crc32c(fixture.bytes.data() + last, 2 * kPageBytes));
+    stretch.need += 1;
+    const auto failure = fixture.reader->read({&stretch, 1});
     CHECK(failure.has_value());
     CHECK(failure->error == 0);
     CHECK(failure->offset == kBytes);
@@ -147,22 +149,22 @@ TEST(the_end_of_the_file_is_a_failure_unless_no_byte_behind_it_is_needed) {
 }
 
 TEST(close_ends_reads_that_run_and_all_after) {
-  Fixture own(true);
+  Fixture fixture(true);
   std::atomic<int> ended = 0;
   std::vector<std::thread> threads;
   for (uint64_t slot = 0; slot < 4; ++slot)
     threads.emplace_back([&, slot] {
       for (;;) {
-        Stretch one = own.whole(slot);
+        Stretch stretch = fixture.whole(slot);
         try {
-          own.reader->read({&one, 1});
+          fixture.reader->read({&stretch, 1});
         } catch (const Error& error) {
           ended += error.code == Code::Closed;
           return;
         }
       }
     });
-  own.reader->close();
+  fixture.reader->close();
   for (std::thread& thread : threads) thread.join();
   CHECK(ended == 4);
 }

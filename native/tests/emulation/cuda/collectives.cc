@@ -36,22 +36,23 @@ template <float (*kWiden)(uint16_t)>
 void multiply(void* const* records) {
   float a[16][16], b[16][8];
   for (uint32_t lane = 0; lane < 32; ++lane) {
-    const auto& own = record<Product>(records, lane);
+    const auto& product = record<Product>(records, lane);
     const uint32_t group = lane >> 2, in_group = lane % 4;
     for (uint32_t i = 0; i < 8; ++i) {
       const uint32_t row = i < 2 || (i >= 4 && i < 6) ? group : group + 8;
       const uint32_t column = in_group * 2 + (i & 1) + (i >= 4 ? 8 : 0);
-      a[row][column] = kWiden(half_of(own.a[i / 2], i & 1));
+      a[row][column] = kWiden(half_of(product.a[i / 2], i & 1));
     }
-    for (uint32_t i = 0; i < 4; ++i) b[in_group * 2 + (i & 1) + (i >= 2 ? 8 : 0)][group] = kWiden(half_of(own.b[i / 2], i & 1));
+    for (uint32_t i = 0; i < 4; ++i)
+      b[in_group * 2 + (i & 1) + (i >= 2 ? 8 : 0)][group] = kWiden(half_of(product.b[i / 2], i & 1));
   }
   for (uint32_t lane = 0; lane < 32; ++lane) {
-    const auto& own = record<Product>(records, lane);
+    const auto& product = record<Product>(records, lane);
     for (uint32_t i = 0; i < 4; ++i) {
       const uint32_t row = (lane >> 2) + (i < 2 ? 0 : 8), column = lane % 4 * 2 + (i & 1);
-      float sum = own.c[i];
+      float sum = product.c[i];
       for (uint32_t k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
-      own.c[i] = sum;
+      product.c[i] = sum;
     }
   }
 }
@@ -68,19 +69,19 @@ struct WholeProduct {
 void multiply_whole(void* const* records) {
   int32_t a[16][32], b[32][8];
   for (uint32_t lane = 0; lane < 32; ++lane) {
-    const auto& own = record<WholeProduct>(records, lane);
+    const auto& product = record<WholeProduct>(records, lane);
     const uint32_t group = lane >> 2, in_group = lane % 4;
     for (uint32_t i = 0; i < 16; ++i) {
       const uint32_t row = i < 4 || (i >= 8 && i < 12) ? group : group + 8;
-      a[row][in_group * 4 + (i & 3) + (i >= 8 ? 16 : 0)] = static_cast<uint8_t>(own.a[i / 4] >> 8 * (i & 3));
+      a[row][in_group * 4 + (i & 3) + (i >= 8 ? 16 : 0)] = static_cast<uint8_t>(product.a[i / 4] >> 8 * (i & 3));
     }
     for (uint32_t i = 0; i < 8; ++i)
-      b[in_group * 4 + (i & 3) + (i >= 4 ? 16 : 0)][group] = static_cast<int8_t>(own.b[i / 4] >> 8 * (i & 3));
+      b[in_group * 4 + (i & 3) + (i >= 4 ? 16 : 0)][group] = static_cast<int8_t>(product.b[i / 4] >> 8 * (i & 3));
   }
   for (uint32_t lane = 0; lane < 32; ++lane) {
-    const auto& own = record<WholeProduct>(records, lane);
+    const auto& product = record<WholeProduct>(records, lane);
     for (uint32_t i = 0; i < 4; ++i)
-      for (uint32_t k = 0; k < 32; ++k) own.c[i] += a[(lane >> 2) + (i < 2 ? 0 : 8)][k] * b[k][lane % 4 * 2 + (i & 1)];
+      for (uint32_t k = 0; k < 32; ++k) product.c[i] += a[(lane >> 2) + (i < 2 ? 0 : 8)][k] * b[k][lane % 4 * 2 + (i & 1)];
   }
 }
 
@@ -96,8 +97,9 @@ void load(void* const* records) {
       std::memcpy(m[row], from, 16);
     }
     for (uint32_t lane = 0; lane < 32; ++lane) {
-      const uint32_t one = lane / 4, pair = lane % 4 * 2;
-      const uint16_t low = kTransposed ? m[pair][one] : m[one][pair], high = kTransposed ? m[pair + 1][one] : m[one][pair + 1];
+      const uint32_t row_of_lane = lane / 4, pair = lane % 4 * 2;
+      const uint16_t low = kTransposed ? m[pair][row_of_lane] : m[row_of_lane][pair],
+                     high = kTransposed ? m[pair + 1][row_of_lane] : m[row_of_lane][pair + 1];
       record<Matrices>(records, lane).out[matrix] = low | static_cast<uint32_t>(high) << 16;
     }
   }
@@ -110,44 +112,44 @@ void sync_warp() {
 }
 
 uint32_t shuffle_bits(uint32_t value, uint32_t from) {
-  Shuffle own{value, from % 32, 0};
-  emulation::meet(&own, [](void* const* records) {
+  Shuffle shuffle{value, from % 32, 0};
+  emulation::meet(&shuffle, [](void* const* records) {
     for (uint32_t lane = 0; lane < 32; ++lane) {
-      auto& own = *static_cast<Shuffle*>(records[lane]);
-      own.out = record<Shuffle>(records, own.from).value;
+      auto& of_lane = *static_cast<Shuffle*>(records[lane]);
+      of_lane.out = record<Shuffle>(records, of_lane.from).value;
     }
   });
-  return own.out;
+  return shuffle.out;
 }
 
 uint32_t ballot(bool value) {
-  Shuffle own{value, 0, 0};
-  emulation::meet(&own, [](void* const* records) {
+  Shuffle shuffle{value, 0, 0};
+  emulation::meet(&shuffle, [](void* const* records) {
     uint32_t bits = 0;
     for (uint32_t lane = 0; lane < 32; ++lane) bits |= record<Shuffle>(records, lane).value << lane;
     for (uint32_t lane = 0; lane < 32; ++lane) static_cast<Shuffle*>(records[lane])->out = bits;
   });
-  return own.out;
+  return shuffle.out;
 }
 
 void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  Product own{c, a, {b0, b1}};
-  emulation::meet(&own, multiply<from_half>);
+  Product product{c, a, {b0, b1}};
+  emulation::meet(&product, multiply<from_half>);
 }
 
 void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  Product own{c, a, {b0, b1}};
-  emulation::meet(&own, multiply<widen_bf16>);
+  Product product{c, a, {b0, b1}};
+  emulation::meet(&product, multiply<widen_bf16>);
 }
 
 void mma_u8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  WholeProduct own{c, a, {b0, b1}};
-  emulation::meet(&own, multiply_whole);
+  WholeProduct product{c, a, {b0, b1}};
+  emulation::meet(&product, multiply_whole);
 }
 
 uint32_t transposed(uint32_t word) {
-  Shuffle own{word, 0, 0};
-  emulation::meet(&own, [](void* const* records) {
+  Shuffle shuffle{word, 0, 0};
+  emulation::meet(&shuffle, [](void* const* records) {
     uint16_t m[8][8];
     for (uint32_t lane = 0; lane < 32; ++lane)
       for (uint32_t i = 0; i < 2; ++i) m[lane / 4][lane % 4 * 2 + i] = half_of(record<Shuffle>(records, lane).value, i);
@@ -155,17 +157,17 @@ uint32_t transposed(uint32_t word) {
       static_cast<Shuffle*>(records[lane])->out = m[lane % 4 * 2][lane / 4] | static_cast<uint32_t>(m[lane % 4 * 2 + 1][lane / 4])
                                                                                   << 16;
   });
-  return own.out;
+  return shuffle.out;
 }
 
 void load_matrices(uint32_t (&m)[4], const void* row) {
-  Matrices own{m, row};
-  emulation::meet(&own, load<false>);
+  Matrices matrices{m, row};
+  emulation::meet(&matrices, load<false>);
 }
 
 void load_matrices_transposed(uint32_t (&m)[4], const void* row) {
-  Matrices own{m, row};
-  emulation::meet(&own, load<true>);
+  Matrices matrices{m, row};
+  emulation::meet(&matrices, load<true>);
 }
 
 }  // namespace kvk

@@ -63,9 +63,9 @@ void enter() {
 }
 
 void leave(State state) {
-  Fiber& own = self();
-  own.state = state;
-  if (_setjmp(own.at) == 0) _longjmp(block->scheduler, 1);
+  Fiber& fiber = self();
+  fiber.state = state;
+  if (_setjmp(fiber.at) == 0) _longjmp(block->scheduler, 1);
 }
 
 void resume(uint32_t thread) {
@@ -136,8 +136,8 @@ uint8_t* shared() {
 
 void sync_block() { leave(State::kInBlock); }
 
-void meet(void* own, void (*work)(void* const* records)) {
-  self().record = own;
+void meet(void* record, void (*work)(void* const* records)) {
+  self().record = record;
   self().work = work;
   leave(State::kInWarp);
 }
@@ -153,26 +153,26 @@ void commit() {
 }
 
 void wait(uint32_t groups) {
-  Fiber& own = self();
-  while (own.groups.size() > groups) {
-    for (const Copy& copy : own.groups.front()) {
+  Fiber& fiber = self();
+  while (fiber.groups.size() > groups) {
+    for (const Copy& copy : fiber.groups.front()) {
       std::memset(copy.to, 0, copy.bytes);
       if (copy.there != 0) std::memcpy(copy.to, copy.from, copy.there);
     }
-    own.groups.pop_front();
+    fiber.groups.pop_front();
   }
 }
 
 void run(uint32_t blocks, uint32_t threads, size_t shared_bytes, void (*body)(const void*), const void* context) {
   if (threads == 0 || threads % kLanes != 0) stop("a block must be whole warps");
-  Block own;
-  own.fibers = std::vector<Fiber>(threads);
-  for (Fiber& fiber : own.fibers) fiber.stack = std::make_unique<char[]>(kStack);
-  own.body = body, own.context = context;
-  block = &own;
+  Block started;
+  started.fibers = std::vector<Fiber>(threads);
+  for (Fiber& fiber : started.fibers) fiber.stack = std::make_unique<char[]>(kStack);
+  started.body = body, started.context = context;
+  block = &started;
   for (uint32_t i = 0; i < blocks; ++i) {
-    own.place = {0, threads, i, blocks};
-    own.shared.assign(shared_bytes / 8 + 33, ~uint64_t{0});
+    started.place = {0, threads, i, blocks};
+    started.shared.assign(shared_bytes / 8 + 33, ~uint64_t{0});
     run_block();
   }
   block = nullptr;

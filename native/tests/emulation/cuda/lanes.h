@@ -21,7 +21,7 @@ uint8_t* shared();
 
 void sync_block();
 // Waits until all 32 lanes brought a record of theirs and `work`, which then sees all records in the order of lanes.
-void meet(void* own, void (*work)(void* const* records));
+void meet(void* record, void (*work)(void* const* records));
 
 void copy_async(void* to, const void* from, uint32_t bytes, uint32_t there);  // what is not there becomes 0
 void commit();
