@@ -1,7 +1,8 @@
 """Many client processes that put at the same time, 4 blocks of 128 KiB each time, into a full pool.
 
 Each process attaches before the start and measures each of its puts: create, fill, seal. Told are the worst
-client's 99th percentile and how much the slowest did beside the fastest.
+client's 99th percentile and how much the slowest did beside the fastest. Then the floor: as many processes
+that use as much processor as a put takes, over and over, and ask nobody. What these wait is the scheduler's.
 """
 
 import json
@@ -9,6 +10,8 @@ import os
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TextIO
@@ -30,6 +33,7 @@ def _client(directory: Path, number: int, answer_fd: int, seconds: float) -> dic
             kvclient.Layout(1, 1, 128, "uint8", 512, meta_fixed=0, meta_per_token=0)
         )
         took_ms: list[float] = []
+        processor_ms: list[float] = []
 
         def put(turn: int) -> None:
             keys = [key((number * 1_000_000 + turn) * BLOCKS + i) for i in range(BLOCKS)]
@@ -38,13 +42,36 @@ def _client(directory: Path, number: int, answer_fd: int, seconds: float) -> dic
                     writer[i].layer(0).reshape(-1)[:] = content
 
         put(0)
-        os.write(answer_fd, b"ready\n")
-        while not Path(directory, "begin").exists():
-            time.sleep(0.01)
+        _begin(directory, answer_fd)
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end:
+            used = time.thread_time()
             put(len(took_ms) + 1)
+            processor_ms.append((time.thread_time() - used) * 1e3)
             took_ms.append((time.monotonic() - now) * 1e3)
+    return _told(took_ms) | {"processor_ms": median(processor_ms)}
+
+
+def _busy(processor_ms: float, directory: Path, number: int, answer_fd: int, seconds: float) -> dict:
+    took_ms: list[float] = []
+    content, to = np.full(BLOCK_BYTES, number % 251, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
+    _begin(directory, answer_fd)
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end:
+        until = time.thread_time() + processor_ms / 1e3
+        while time.thread_time() < until:
+            to[:] = content
+        took_ms.append((time.monotonic() - now) * 1e3)
+    return _told(took_ms)
+
+
+def _begin(directory: Path, answer_fd: int) -> None:
+    os.write(answer_fd, b"ready\n")
+    while not Path(directory, "begin").exists():
+        time.sleep(0.01)
+
+
+def _told(took_ms: list[float]) -> dict:
     return {
         "puts": len(took_ms),
         "p50_ms": median(took_ms),
@@ -53,7 +80,7 @@ def _client(directory: Path, number: int, answer_fd: int, seconds: float) -> dic
     }
 
 
-def _fork(directory: Path, number: int, seconds: float) -> tuple[int, TextIO]:
+def _fork(work: Callable[..., dict], directory: Path, number: int, seconds: float) -> tuple[int, TextIO]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -61,7 +88,7 @@ def _fork(directory: Path, number: int, seconds: float) -> tuple[int, TextIO]:
         return pid, os.fdopen(reading)
     status = 1
     try:
-        os.write(writing, json.dumps(_client(directory, number, writing, seconds)).encode())
+        os.write(writing, json.dumps(work(directory, number, writing, seconds)).encode())
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -76,19 +103,27 @@ def _line(pid: int, answer: TextIO) -> str:
     return line
 
 
+def _run(work: Callable[..., dict], count: int, directory: Path, seconds: float) -> list[dict]:
+    children = [_fork(work, directory, number, seconds) for number in range(count)]
+    for pid, answer in children:
+        _line(pid, answer)
+    Path(directory, "begin").touch()
+    told = [json.loads(_line(pid, answer)) for pid, answer in children]
+    for pid, answer in children:
+        answer.close()
+        os.waitpid(pid, 0)
+    Path(directory, "begin").unlink()
+    return told
+
+
 def measure(count: int, seconds: float) -> dict:
-    with tempfile.TemporaryDirectory(prefix="kvcrowd-") as home, Daemon(Path(home) / "d", "256MiB") as daemon:
-        daemon.start()
-        daemon.wait_faulted()
-        children = [_fork(daemon.directory, number, seconds) for number in range(count)]
-        for pid, answer in children:
-            _line(pid, answer)
-        Path(daemon.directory, "begin").touch()
-        told = [json.loads(_line(pid, answer)) for pid, answer in children]
-        for pid, answer in children:
-            answer.close()
-            os.waitpid(pid, 0)
-        Path(daemon.directory, "begin").unlink()
+    with tempfile.TemporaryDirectory(prefix="kvcrowd-") as home:
+        with Daemon(Path(home) / "d", "256MiB") as daemon:
+            daemon.start()
+            daemon.wait_faulted()
+            told = _run(_client, count, daemon.directory, seconds)
+        processor_ms = median(each["processor_ms"] for each in told)
+        floor = _run(partial(_busy, processor_ms), count, Path(home), seconds)
     puts = sorted(each["puts"] for each in told)
     found = {
         "clients": count,
@@ -98,10 +133,13 @@ def measure(count: int, seconds: float) -> dict:
         "median_p50_ms": median(each["p50_ms"] for each in told),
         "worst_ms": max(each["worst_ms"] for each in told),
         "slowest_share": puts[0] / puts[-1],
+        "processor_ms": processor_ms,
+        "floor_worst_p99_ms": max(each["p99_ms"] for each in floor),
     }
     rate, half = found["puts_per_s"], found["median_p50_ms"]
-    worst, others = found["worst_p99_ms"], found["median_p99_ms"]
+    worst, others, floor_ms = found["worst_p99_ms"], found["median_p99_ms"], found["floor_worst_p99_ms"]
     print(f"{count} processes, {seconds:.0f} s: {rate:.0f} puts/s, p50 {half:.2f} ms")
     print(f"p99 of the worst client: {worst:.1f} ms (<= {REACH_MS}), of the median one {others:.1f}")
+    print(f"the same of processes that use {processor_ms:.2f} ms each time and ask nobody: {floor_ms:.1f} ms")
     print(f"the slowest client did {found['slowest_share']:.2f} x what the fastest did (>= {REACH_SHARE})")
     return found
