@@ -221,14 +221,16 @@ class Attachment(Scoped):
         same prompts, it goes on where it was. max_kl, nats: measures that promise, and switches "auto" on
         with the least caution that keeps it on these prompts: their mean is at most max_kl, and 2 % of them
         have more than twice that. Attachments with the same repair="auto" take that caution over; where none
-        keeps it they reuse nothing.
+        keeps it they reuse nothing. None, where attach() was told a promise: that one.
         """
         model = self._attached_model()
-        if max_kl is not None:
+        if max_kl is None:
+            max_kl = self._model_state.told_promise
+        else:
             check_real("max_kl", max_kl, 0, math.inf)
         with self.coded(self._model_state.codec or AS_COMPUTED):
             verification, *found = measure.calibrate(self, model, prompts, progress, max_kl)
-        self._model_state.calibrated(*found)
+        self._model_state.calibrated(*found, max_kl)
         return verification
 
     def warm(

@@ -150,18 +150,30 @@ class ModelState:
         self.served = self.served_models.of(self.codec, self.served.non_prefix)
 
     @property
+    def told_promise(self) -> float | None:
+        """Nats: what attach() was told to promise, or a calibration since; None: nothing."""
+        asked = self._asked
+        return asked.promised if asked is not None and asked.promises else None
+
+    @property
     def rules(self) -> Repair:
         """What a promise is kept by: as attach() was told, if that was "auto"."""
         asked = self._asked
         return asked if asked is not None and asked.method == "auto" else Repair()
 
-    def calibrated(self, measured: NonPrefixReuse, found: Findings, passed: bool) -> None:
+    def calibrated(
+        self, measured: NonPrefixReuse, found: Findings, passed: bool, max_kl: float | None
+    ) -> None:
         """Takes what is found of the model by now. measured: how it reuses inside prompts at all. passed:
-        whether the last calibration did, and so is what is wanted from now on."""
+        whether the last calibration did, and so is what is wanted from now on; max_kl: what it promised. Who
+        was told to promise something goes on promising, whatever others find."""
         with self._lock:
-            if passed:
-                self._wanted = CALIBRATED  # changed weights have another identity: off until they have passed
             asked = self._asked
+            if passed and asked is not None and asked.promises and max_kl is not None:
+                self._wanted = asked = dataclasses.replace(asked, max_kl=max_kl)
+            elif passed:
+                self._wanted = CALIBRATED  # changed weights have another identity: off until they have passed
+                asked = None
             if asked is None and self._wanted != CALIBRATED:
                 return  # nothing but prefixes was asked for
             repair = found.switched_on if asked is None else found.cautious(asked, self.served.known)

@@ -6,6 +6,7 @@ Method: a tiny random model whose answers are far off, with limits that are plan
 not; random sequences of calibrations against a rule that is written out. The cache directory is the test's.
 """
 
+import copy
 import dataclasses
 
 import pytest
@@ -154,3 +155,39 @@ def test_no_more_is_kept_than_has_its_bound():
         found = found.with_passed(Repair(max_kl=number * 1e-3, caution=1.0), OUTCOME)
     assert len(found.found) == calibration.MOST_FOUND
     assert found.switched_on.max_kl == 2 * calibration.MOST_FOUND * 1e-3
+
+
+@pytest.mark.parametrize("wanted", ["auto", Repair(max_kl=1e3), Repair(max_kl=NEVER)])
+def test_who_was_told_to_promise_goes_on_promising(model, client, monkeypatch, wanted):
+    """calibrate() that is told nothing measures that promise, the first time and the next."""
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)  # whatever promises nothing would pass
+    promised = (wanted if isinstance(wanted, Repair) else Repair()).max_kl
+    with kvclient.hf.attach(model, client, block_tokens=16, repair=wanted, self_test=False) as kv:
+        for _ in range(2):
+            measured = kv.calibrate(PAIRS)
+            assert [outcome.strategy.split()[0] for outcome in measured.outcomes] == ["prefix", "auto"]
+            assert (kv.repair.method, kv.repair.max_kl) == ("auto", promised)
+            assert kv.repair.uncalibrated == (promised < 1)
+        if promised == 1e3:  # another one is measured, and promised, where that is said
+            kv.calibrate(PAIRS, max_kl=2e3)
+            assert (kv.repair.max_kl, kv.repair.caution) == (2e3, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:nothing is reused inside prompts")
+def test_what_others_find_without_a_promise_weakens_none(model, client, monkeypatch):
+    """Not even once the weights have changed and everything is read anew."""
+    monkeypatch.setattr(verify, "MAX_MEAN_KL", 100.0)
+    with kvclient.hf.attach(model, client, block_tokens=16, repair=Repair(max_kl=1e3), self_test=False) as kv:
+        kv.calibrate(PAIRS)
+        for weight in (2.0, 0.5):  # there and back
+            with torch.no_grad():
+                model.model.norm.weight.mul_(weight)
+            with (
+                kvclient.InMemoryClient(64 << 20) as other,
+                kvclient.hf.attach(copy.deepcopy(model), other, block_tokens=16, self_test=False) as found,
+            ):
+                found.calibrate(PAIRS)
+                assert found.repair == Repair("selective")
+            generate(model, prompt(40))
+            assert (kv.repair.method, kv.repair.max_kl) == ("auto", 1e3)
+            assert kv.repair.uncalibrated == (weight == 2.0)
