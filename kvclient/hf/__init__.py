@@ -27,7 +27,8 @@ if importlib.util.find_spec("kvclient._core") is not None:
     from kvclient.hf.attachment.attach import Attachment, attach, self_test
     from kvclient.hf.call import Report
     from kvclient.hf.engine.conversation import Conversation, Turn
-    from kvclient.hf.engine.engine import Engine, Result, Warmed
+    from kvclient.hf.engine.engine import Engine
+    from kvclient.hf.engine.results import Result, Warmed
     from kvclient.hf.engine.window import Held, Window
     from kvclient.hf.handoff.prompts import Handoff
     from kvclient.hf.model.structure import Refused

@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -32,13 +31,14 @@ from kvclient.hf.call import Report
 from kvclient.hf.decoding.stopping import Listener, end_tokens
 from kvclient.hf.engine.conversation import Conversation
 from kvclient.hf.engine.loading import load
-from kvclient.hf.engine.renamed import FIELDS, METHODS, check_options, missing
+from kvclient.hf.engine.renamed import METHODS, missing, saying_new_names
+from kvclient.hf.engine.results import Result, Warmed
 from kvclient.hf.engine.sampling import sampling_of
 from kvclient.hf.engine.saved_state import SavedState
 from kvclient.hf.engine.store import open_store
 from kvclient.hf.engine.window import Window
 from kvclient.hf.reuse.quality.verify import Verification
-from kvclient.hf.speculation import Speculation, SpeculationReport
+from kvclient.hf.speculation import Speculation
 from kvclient.hf.streaming import StreamingConfig
 
 MODES = ("baseline", "prefix", "chunk")
@@ -46,56 +46,15 @@ Codec = str | Kivi | None  # None: as attach() was told
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # text, token ids, or a chat's messages
 
 
-@dataclass(frozen=True)
-class Warmed:
-    """What warm() left in the store."""
-
-    tokens: int
-    blocks: int  # published by this call
-    block_tokens: int
-    aligned: bool  # whether the text fills whole blocks
-    tail_tokens: int  # behind the last whole block
-    note: str  # what of the text will not be found again as it stands; empty if all of it will
-    parts: int  # that it was computed in; aligned and tail_tokens are the last one's
-
-
-@dataclass(frozen=True)
-class Result:
-    """One answer. Times in seconds; ttft_s from the call of generate() to the first token, tokenising
-    included.
-    """
-
-    text: str
-    tokens: list[int]
-    prompt_tokens: int
-    ttft_s: float
-    total_s: float
-    tokens_per_s: float  # of those behind the first
-    report: Report  # reuse per kind and tier; in a batch tokens are this row's, the rest the call's
-    first_logits: torch.Tensor  # of the first new token
-    finish: str  # "stop": the end of the text or a stop string; "length"; "sentence": soft_stop
-    mode: str  # that it was asked for in
-    speculation: SpeculationReport | None = None  # where it was asked for
-
-    def __getattr__(self, name: str) -> Any:
-        raise missing("Result", FIELDS, name)
-
-    @property
-    def reuse_ratio(self) -> float:
-        """Share of the prompt's tokens that were not computed, or only in part."""
-        found = self.report.reused_tokens + self.report.approximate_tokens
-        return found / max(1, self.report.prompt_tokens)
-
-
 class Engine:
     """Thread-safe as far as the model is: one generate() per thread."""
 
+    @saying_new_names(attach)
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, client: Any = None, *, memory_bytes: int | None = None,
         disk_dir: str | os.PathLike[str] | None = None, disk_bytes: int | None = None, **attach_options: Any,
     ) -> None:  # fmt: skip
         """client: as from_pretrained() takes it. Other options are attach()'s."""
-        check_options(attach_options, attach)
         self.model, self.tokenizer = model, tokenizer
         client, self._owned = open_store(client, memory_bytes, disk_dir, disk_bytes)
         try:
@@ -107,6 +66,7 @@ class Engine:
         self._lock = threading.Lock()  # of that
 
     @classmethod
+    @saying_new_names(attach, open_store)
     def from_pretrained(
         cls, name_or_path: str | os.PathLike[str], client: Any = None, *, dtype: str | torch.dtype = "auto",
         device: str | None = None, gguf_file: str | None = None, streaming: StreamingConfig | None = None,
@@ -118,12 +78,12 @@ class Engine:
         takes the accelerator torch has, or the CPU. streaming: layers are read from the directory as they
         compute (kvclient.hf.streaming), on the CPU. Other options are attach()'s.
         """
-        check_options(options, attach, open_store)
         model, tokenizer = load(name_or_path, dtype, device, gguf_file, streaming)
         return cls(model, tokenizer, client, **options)
 
     # ---------------------------------------------------------------- computing
 
+    @saying_new_names()
     def warm(
         self, text: Prompt, before: Prompt = "", *, chunker: str | None = None,
         overlap_tokens: int | None = None, codec: Codec = None,
@@ -149,6 +109,7 @@ class Engine:
             note = f"the {count} fill no block of {size} and are computed each time"
         return Warmed(len(first) + len(ids), stored.blocks, size, tail == 0, tail, note, stored.parts)
 
+    @saying_new_names()
     def generate(
         self, prompt: Prompt, max_new_tokens: int = 64, mode: str = "chunk", *,
         on_token: Callable[[int, str], None] | None = None, cacheable_prefix_len: int | None = None,
@@ -170,6 +131,7 @@ class Engine:
                 sampling,
             )[0]  # fmt: skip
 
+    @saying_new_names()
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int] = 64, mode: str = "chunk", *,
         cacheable_prefix_len: int | None = None, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
@@ -269,7 +231,7 @@ class Engine:
     def calibrate(
         self, prompts: Sequence[Any] | None = None, progress: Callable[[int, int], None] | None = None,
         max_kl: float | None = None,
-    ) -> Verification:
+    ) -> Verification:  # fmt: skip
         """Switches approximate reuse on if it stays near enough; see Attachment.calibrate."""
         return self.kv.calibrate(self._questions(prompts), progress, max_kl=max_kl)
 

@@ -6,12 +6,23 @@ it names exists (tests/unit/house/test_feature_names.py looks up what docs/reuse
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 from kvclient.errors import InvalidArgument
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
 OPTIONS = {  # of an engine, and of a call
+    "model_name": "name_or_path=",
+    "strict": "self_test=",
+    "streaming_config": "streaming=",
+    "awq_path": "name_or_path=",
+    "speculative_config": "speculation= of generate()",
+    "tree_speculative_config": "speculation= of generate()",
     "kv_cache_bits": 'codec="int8" or "int4"',
     "chunk_size": "block_tokens=",
     "chunk_boundary_window": "chunker=",
@@ -30,6 +41,9 @@ OPTIONS = {  # of an engine, and of a call
     "stop_strings": "stop=",
 }
 METHODS = {
+    "warm_chunks": "warm()",
+    "cache_manager": "kv.client",
+    "speculative_stats": "Result.speculation",
     "generate_many": "generate_batch()",
     "verify_correctness": "verify()",
     "cache_stats": "stats()",
@@ -39,7 +53,9 @@ METHODS = {
     "check_model_compatibility": "kvclient.hf.self_test()",
     "paged_stats": "kv.paged_stats()",
 }
-FIELDS = {
+RESULTS = {
+    "generated_tokens": "tokens",
+    "first_token_logits": "first_logits",
     "output_text": "text",
     "output_tokens": "tokens",
     "ttft_ms": "ttft_s, in seconds",
@@ -50,12 +66,36 @@ FIELDS = {
     "cached_tokens": "report.reused_tokens",
     "prompt_length": "prompt_tokens",
 }
+WARMED = {
+    "chunks_stored": "blocks",
+    "token_count": "tokens",
+    "chunk_size": "block_tokens",
+    "chunk_boundary_aligned": "aligned",
+    "partial_tail_tokens": "tail_tokens",
+    "alignment_warning": "note",
+}
 
 
-def check_options(names: Iterable[str], *takers: Callable[..., object]) -> None:
-    """Raises InvalidArgument for a name that is another one here, TypeError for one that none of the takers
-    has."""
-    known = {name for taker in takers for name in inspect.signature(taker).parameters}
+def saying_new_names(
+    *others: Callable[..., object],
+) -> Callable[[Callable[Arguments, Answer]], Callable[Arguments, Answer]]:
+    """A method that first says what its arguments are called here. others: who takes some of them too."""
+
+    def around(method: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+        known = {name for taker in (method, *others) for name in inspect.signature(taker).parameters}
+
+        @functools.wraps(method)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+            _check(kwargs, known)
+            return method(*args, **kwargs)
+
+        return call
+
+    return around
+
+
+def _check(names: Iterable[str], known: set[str]) -> None:
+    """Raises InvalidArgument for a name that is another one here, TypeError for one that nobody has."""
     for name in names:
         if name not in known and name in OPTIONS:
             raise InvalidArgument(f"{name}=: here it is {OPTIONS[name]}")

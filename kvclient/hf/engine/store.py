@@ -39,6 +39,6 @@ def open_store(
         warnings.warn(
             f"no kvstored daemon answers in {default_directory()}: nothing is reused until one does. Start "
             '`kvstored serve`, or say client="memory" for a store inside this process',
-            stacklevel=3,
+            stacklevel=4,  # the caller of Engine(), whose arguments are looked at first
         )
     return found, True

@@ -38,6 +38,11 @@ def test_an_option_of_kvboost_says_its_name_here_before_anything_is_loaded(name,
         kvclient.hf.Engine.from_pretrained("no/such/model", **{name: 1})
     with pytest.raises(InvalidArgument, match=f"{name}=: here it is "):
         kvclient.hf.Engine(None, None, None, **{name: 1})
+    for call in (kvclient.hf.Engine.generate, kvclient.hf.Engine.generate_batch, kvclient.hf.Engine.warm):
+        with pytest.raises(InvalidArgument, match=f"{name}=: here it is "):
+            call(None, "Hello", **{name: 1})
+        with pytest.raises(TypeError, match="no option blocktokens="):
+            call(None, "Hello", blocktokens=1)
     with pytest.raises(TypeError, match="no option blocktokens="):
         kvclient.hf.Engine.from_pretrained("no/such/model", blocktokens=1)
 
@@ -45,15 +50,17 @@ def test_an_option_of_kvboost_says_its_name_here_before_anything_is_loaded(name,
 def test_fields_and_methods_say_theirs(loaded, client):
     with engine_of(loaded, client) as engine:
         result = engine.generate("Hello", 2)
-        for name, here in renamed.FIELDS.items():
-            with pytest.raises(AttributeError, match=f"{name}.*here it is"):
-                getattr(result, name)
-            assert hasattr(result, here.split(",")[0].split(".")[0])
+        for answer, names in ((result, renamed.RESULTS), (engine.warm("Hello"), renamed.WARMED)):
+            for name, here in names.items():
+                with pytest.raises(AttributeError, match=f"{name}.*here it is"):
+                    getattr(answer, name)
+                assert hasattr(answer, here.split(",")[0].split(".")[0])
         for name, here in renamed.METHODS.items():
             with pytest.raises(AttributeError, match=f"{name}.*here it is"):
                 getattr(engine, name)
             last = here.removesuffix("()").split(".")[-1]
-            assert any(hasattr(owner, last) for owner in (engine, engine.kv, kvclient.hf)), here
+            owners = (engine, engine.kv, kvclient.hf, kvclient.hf.Result)
+            assert any(hasattr(owner, last) for owner in owners), here
         with pytest.raises(AttributeError, match=r"Engine has no 'nothing'$"):
             engine.nothing  # noqa: B018
     takers = [kvclient.hf.attach, kvclient.hf.Engine.__init__, kvclient.hf.Engine.generate]
@@ -70,8 +77,9 @@ def test_fields_and_methods_say_theirs(loaded, client):
 
 def test_no_daemon_is_said(loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("KVSTORED_DIR", str(tmp_path))
-    with pytest.warns(UserWarning, match=r"no kvstored daemon answers in .*kvstored serve.*memory"):
+    with pytest.warns(UserWarning, match=r"no kvstored daemon answers in .*kvstored serve.*memory") as said:
         engine = kvclient.hf.Engine(*loaded, block_tokens=16, self_test=False)
+    assert said[0].filename == __file__
     with engine:
         assert engine.generate("Hello", 2).tokens
         with pytest.raises(InvalidArgument, match="kvstored flush"):
