@@ -24,11 +24,21 @@ CLOSE = 1e-5  # of the largest number of a row
 TRIED_ROWS = (1, 5)
 
 
+def available() -> bool:
+    """Whether this machine has the kernels, and they are wanted."""
+    if os.environ.get(ENVIRONMENT) == "torch" or not contract.built("_cpu.so") or contract.lacks("auto"):
+        return False
+    return contract.auto_path() != "reference"  # all that this machine can run, and slower than torch
+
+
+def linears(model: torch.nn.Module) -> list[torch.nn.Linear]:
+    """The linear layers that they can compute."""
+    return [module for module in model.modules() if _is_layer(module)]
+
+
 def install(model: torch.nn.Module) -> int:
     """How many modules are computed by native/cpu from now on. A forward that was already exchanged stays."""
-    if os.environ.get(ENVIRONMENT) == "torch" or not contract.built("_cpu.so") or contract.lacks("auto"):
-        return 0
-    if contract.auto_path() == "reference":  # all that this machine can run, and slower than torch
+    if not available():
         return 0
     found = 0
     known: dict[Any, bool] = {}

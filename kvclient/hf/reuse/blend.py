@@ -34,6 +34,7 @@ from kvclient.hf.reuse.attention_scores import AttentionScores
 from kvclient.hf.reuse.blend_layer import BlendLayer, Seen, compared, place
 from kvclient.hf.reuse.drift import Drift
 from kvclient.hf.reuse.estimate import Gauge
+from kvclient.hf.reuse.products import few_rows
 from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.windows import Windows
 
@@ -96,7 +97,9 @@ class Blend:
         self._may: torch.Tensor | None = None  # of the reused columns, those that can be computed; None: all
         if windows is not None:
             self._fresh, self._may = windows.computable(segments, self._fresh)
-        self.found = sum(len(segment) for segment in segments)  # columns
+        reused = [torch.arange(segment.start, segment.stop) for segment in segments]
+        self.computed_again = (again := torch.cat(reused))[self._fresh[again]]  # reused ones, in every pass
+        self.found = len(again)  # columns
         self.recomputed = 0  # of these, in the layers that are cut
         # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
         checks = non_prefix.repair.checks
@@ -221,6 +224,12 @@ class Blend:
         # What stands before all that is reused is as it must be, as far as the first pass went.
         self._choose(self._computed, segments[0].start - self.exact)
         return outputs
+
+    def repaired(self, run: Callable[[], Any]) -> Any:
+        """What a pass gives that computes no token before the first reused one: those are exact, to the bit.
+        """
+        with few_rows(self._non_prefix.decoder, lambda: self.whole or not self.scored):
+            return run()
 
     def can_compute(self, share: float) -> bool:
         """Whether so much of what is reused can be: in layers of windows not all that is seen is stored."""

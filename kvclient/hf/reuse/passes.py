@@ -25,13 +25,13 @@ def run_passes(model: torch.nn.Module, blend: Blend, run: Callable[[], Any]) -> 
     with blend.gauge.reading(model) as gauge:
         blend.ask(run)
         gauge.passed()
-        outputs = run()
+        outputs = blend.repaired(run)
         gauge.passed()
         blend.estimated_kl = gauge.left(blend.scored)
         second = blend.scored and blend.can_compute(SECOND_SHARE) and gauge.left_by_second() <= limit
         if blend.estimated_kl > limit and second:
             blend.more(SECOND_SHARE)
-            outputs, blend.estimated_kl = run(), gauge.left_by_second()
+            outputs, blend.estimated_kl = blend.repaired(run), gauge.left_by_second()
     if blend.estimated_kl > limit:
         blend.more(1.0)
         outputs, blend.estimated_kl = run(), 0.0

@@ -1,0 +1,107 @@
+"""Goal: what makes a repair's passes cheaper changes nothing but rounding: linear layers of few rows by
+native/cpu, and stored columns that are put in place once.
+
+Method: a tiny random model in both ways, layer by layer and prompt by prompt; another thread's pass
+meanwhile.
+"""
+
+import threading
+
+import pytest
+import torch
+
+from kvclient.hf.reuse import products
+from kvclient.hf.reuse.blend import Blend
+from kvclient.hf.reuse.blend_layer import BlendLayer
+from kvclient.hf.reuse.repair import Repair
+from tests.hf.inside import DOCUMENT
+from tests.hf.zoo import build, generate, prompt
+
+kernels = pytest.mark.skipif(not products.available(), reason="no kernels here")
+REPAIR = Repair(max_kl=1e9, caution=1.0, attended_ratio=0.4)
+TIGHT = Repair(max_kl=1e-4, caution=1.0, attended_ratio=0.4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", layers=6)
+
+
+def asked():
+    return torch.cat([prompt(13, seed=7), DOCUMENT, prompt(9, seed=4)], dim=1)
+
+
+@kernels
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_few_rows_is_the_kernels_for_its_own_thread_alone(monkeypatch, bias):
+    layers = torch.nn.ModuleList([torch.nn.Linear(48, 33, bias=bias), torch.nn.Linear(20, 5)])
+    x, computed, usual, other = torch.randn(1, 7, 48), [], False, []
+    wanted, original = layers[0](x).detach(), products.multiply
+    monkeypatch.setattr(products, "multiply", lambda *args: computed.append(0) or original(*args))
+    with torch.no_grad(), products.few_rows(layers, lambda: usual):
+        torch.testing.assert_close(layers[0](x), wanted, rtol=1e-5, atol=1e-5)
+        assert len(computed) == 1
+        thread = threading.Thread(target=lambda: other.append(layers[0](x).detach()))
+        thread.start()
+        thread.join()
+        assert torch.equal(other[0], wanted) and len(computed) == 1
+        for left in (x[0], torch.randn(2, 7, 48)):  # not rows of a pass: the layer answers itself
+            layers[0](left)
+        layers[1](torch.randn(1, 7, 20))  # of a width that the kernel does not take
+        usual = True
+        assert torch.equal(layers[0](x), wanted) and len(computed) == 1
+    assert torch.equal(layers[0](x).detach(), wanted)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+
+
+def answered(attach, model, repair, seen=None):
+    """seen: emptied behind attach(), which tries a model."""
+    kv = attach(repair)
+    if seen is not None:
+        seen.clear()
+    with kv.bypass(read=False):
+        _, logits, cache = generate(model, asked(), 1)
+    report = kv.last
+    kv.detach()
+    return logits, cache, report
+
+
+@kernels
+@pytest.mark.parametrize("repair", [REPAIR, TIGHT])
+def test_what_is_repaired_differs_by_rounding_and_what_stands_before_not_at_all(
+    attach, model, monkeypatch, repair
+):
+    computed, original = [], products.multiply
+    monkeypatch.setattr(products, "multiply", lambda *args: computed.append(0) or original(*args))
+    logits, cache, report = answered(attach, model, repair)
+    assert bool(computed) and report.approximate_tokens == 100
+    monkeypatch.setattr(products, "available", lambda: False)
+    plain_logits, plain_cache, plain_report = answered(attach, model, repair)
+    assert report.recomputed_tokens == plain_report.recomputed_tokens
+    torch.testing.assert_close(logits, plain_logits, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(cache.layers, plain_cache.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
+        assert torch.equal(ours.keys[:, :, :13], theirs.keys[:, :, :13])
+        assert torch.equal(ours.values[:, :, :13], theirs.values[:, :, :13])
+    if report.recomputed_tokens == 100:  # all were computed in the end, by the last pass: those are exact
+        assert torch.equal(logits, plain_logits)
+
+
+def test_what_is_stored_is_put_in_place_once(attach, model, monkeypatch):
+    loaded, original = [], Blend.load
+    monkeypatch.setattr(Blend, "load", lambda self, *args: loaded.append(args[0]) or original(self, *args))
+    _, cache, report = answered(attach, model, REPAIR, loaded)
+    assert report.recomputed_tokens < 100 and sorted(loaded) == list(range(6))
+    ask = BlendLayer._ask
+
+    def forget(self, *args):
+        handed = ask(self, *args)
+        self._under = None
+        return handed
+
+    monkeypatch.setattr(BlendLayer, "_ask", forget)
+    _, again, _ = answered(attach, model, REPAIR, loaded)
+    assert len(loaded) == 12
+    for ours, theirs in zip(cache.layers, again.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
