@@ -168,3 +168,36 @@ TEST(close_ends_reads_that_run_and_all_after) {
   for (std::thread& thread : threads) thread.join();
   CHECK(ended == 4);
 }
+
+namespace {
+
+// Counts pages that its transfers would wait for.
+struct Pages final : Engine {
+  std::unique_ptr<Engine> inner = std::make_unique<ThreadEngine>(3);
+  std::atomic<uint64_t>& missing;
+
+  explicit Pages(std::atomic<uint64_t>& count) : missing(count) {}
+  bool submit(Transfer* transfer) override {
+    std::vector<unsigned char> there(transfer->parts[0].iov_len / kPageBytes);
+    KV_INVARIANT(::mincore(transfer->parts[0].iov_base, transfer->parts[0].iov_len, there.data()) == 0);
+    for (const unsigned char page : there) missing += (page & 1) == 0;
+    return inner->submit(transfer);
+  }
+  size_t completed(std::span<Transfer*> done) override { return inner->completed(done); }
+  int event_fd() const override { return inner->event_fd(); }
+  uint32_t depth() const override { return inner->depth(); }
+  uint32_t in_flight() const override { return inner->in_flight(); }
+  std::string name() const override { return inner->name(); }
+};
+
+}  // namespace
+
+TEST(no_read_waits_for_pages_that_the_memory_does_not_have) {
+  Fixture own(false);
+  std::atomic<uint64_t> missing = 0;
+  StretchReader reader(std::make_unique<Pages>(missing));
+  Stretch one = own.whole();
+  CHECK(!reader.read({&one, 1}));
+  CHECK(own.right());
+  CHECK(missing == 0);
+}

@@ -29,6 +29,7 @@ from kvclient.hf.awq.packing import (
     to_lanes,
     unpack,
 )
+from kvclient.hf.awq.spinning import stand_for
 from kvclient.kernels import awq, contract, cuda
 
 ROWS_PACKED = 128  # of a bf16 input: above it torch's product of numbers is faster than that of packed words
@@ -113,6 +114,7 @@ class AwqLinear(torch.nn.Module):
         lie = [None if tensor is None else tensor.data_ptr() for tensor in held]
         out = torch.empty((len(rows), outputs), dtype=torch.float32, device="cpu")
         threads, bf16 = torch.get_num_threads(), x.dtype == torch.bfloat16
+        stand_for(threads)
         awq.multiply_at(rows.data_ptr(), out.data_ptr(), len(rows), shape, lie, threads, bf16=bf16)
         return out.to(x.dtype).reshape(*x.shape[:-1], outputs)
 

@@ -35,7 +35,7 @@ from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.vocabulary import StreamedEmbedding, StreamedHead, digest
-from kvclient.hf.streaming.weights import Room, copies, kept, leave, places
+from kvclient.hf.streaming.weights import Room, copies, kept, leave, lies, places
 
 COPIES = 2
 ROLES = {"embedding": "input", "head": "output"}
@@ -83,20 +83,20 @@ class StreamingCausalLM:
         chosen = plan(config, sizes, outside + working, frame.sizes(tables), held)
         streamed = {names[role] for role in chosen.vocabulary}
         stay = {name: source for name, source in others.items() if name not in streamed}
-        came = Loading(loading, stay, arranged.layers, chosen.streamed)
-        rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
         layers = model.get_submodule(arranged.prefix)
         if len(layers) != len(arranged.layers):
             raise InvalidArgument(
                 f"{home.name} has {len(arranged.layers)} layers, its configuration {len(layers)}"
             )
-        for layer, parts in zip(layers, arranged.layers, strict=True):
-            frame.pack(layer, parts, group, model.dtype)
-        frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
-        frame.keep_head_in_place(model)
         moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
-        tables = {role: tables[role] for role in chosen.vocabulary}
-        _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came)
+        with Loading(loading, stay, moved, *_staying(arranged, chosen, model.dtype)) as came:
+            rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
+            for layer, parts in zip(layers, arranged.layers, strict=True):
+                frame.pack(layer, parts, group, model.dtype)
+            frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
+            frame.keep_head_in_place(model)
+            tables = {role: tables[role] for role in chosen.vocabulary}
+            _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came)
         if (home / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
         return model.eval()
@@ -168,10 +168,8 @@ class Streams:
                     self._streamed.setdefault(number, []).append(parts[name])
                     leave(layer, parts[name])
                 else:
-                    held = pages(parts[name].length)
-                    mover.fill(number, parts[name].pieces, held)
+                    held = came.part(number, name)
                     put(places(layer, parts[name], held, self._dtype, copied=arranged.in_place))
-                    came.tell(parts[name].length)
         self._tables = tables
         self.embedding = self._head = None
         if "embedding" in tables:
@@ -364,6 +362,19 @@ class Streams:
     def _new_room(self) -> Room:
         most = max(sum(copies(part, self._dtype) for part in parts) for parts in self._streamed.values())
         return Room(pages(most))
+
+
+def _staying(
+    arranged: Arrangement, chosen: Plan, dtype: torch.dtype
+) -> tuple[dict[tuple[int, str], Part], Callable[[Part], bool]]:
+    """Parts that are not streamed, by layer and name, and whether one stays in the memory it is read into."""
+    parts = {
+        (number, name): layer[name]
+        for number, layer in enumerate(arranged.layers)
+        for name in PARTS
+        if name not in chosen.streamed[number]
+    }
+    return parts, lambda part: lies(part, dtype, arranged.in_place)
 
 
 def _copied(layer: dict[str, Part], dtype: torch.dtype) -> int:

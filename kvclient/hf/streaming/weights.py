@@ -65,10 +65,14 @@ def copies(part: Part, dtype: torch.dtype, copied: bool = False) -> int:
     )
 
 
+def lies(part: Part, dtype: torch.dtype, copied: bool = False) -> bool:
+    """Whether a tensor of a part that stays in memory lies in what was read."""
+    return any(stored.length and not (copied or _is_copied(stored, dtype)) for stored in part.tensors)
+
+
 def kept(part: Part, dtype: torch.dtype, copied: bool = False) -> int:
     """Bytes of a part that stays in memory: its copies, and what was read if a tensor lies in it."""
-    lies = any(stored.length and not (copied or _is_copied(stored, dtype)) for stored in part.tensors)
-    return copies(part, dtype, copied) + (part.length if lies else 0)
+    return copies(part, dtype, copied) + (part.length if lies(part, dtype, copied) else 0)
 
 
 def _kind(stored: Stored, dtype: torch.dtype) -> torch.dtype:

@@ -4,6 +4,7 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +14,8 @@
 #include "core/format/block.h"
 
 namespace kv {
+
+constexpr size_t kTouchedParts = 4;  // at one time, before they are begun
 
 struct StretchReader::Part {
   Request* request = nullptr;
@@ -35,7 +38,7 @@ struct StretchReader::Part {
 struct StretchReader::Request {
   std::vector<Part> parts;
   std::span<Stretch> stretches;
-  size_t begun = 0, under_way = 0;
+  size_t touched = 0, begun = 0, under_way = 0;
   std::optional<StretchFailure> failure;
 };
 
@@ -80,7 +83,14 @@ std::optional<StretchFailure> StretchReader::read(std::span<Stretch> stretches, 
   std::unique_lock lock(mutex_);
   if (closed_) throw Error(Code::Closed, "the reader was closed");
   waiting_.insert(urgent ? waiting_.begin() : waiting_.end(), &request);
-  ring();
+  while (request.touched < request.parts.size() && !request.failure && !closed_) {
+    const size_t from = request.touched, to = std::min(from + kTouchedParts, request.parts.size());
+    lock.unlock();
+    for (size_t i = from; i < to; ++i) touch(request.parts[i]);
+    lock.lock();
+    request.touched = to;
+    ring();
+  }
   for (Part& part : request.parts) {
     changed_.wait(lock, [&] { return part.here || request.failure || closed_; });
     if (request.failure || closed_) break;
@@ -94,6 +104,14 @@ std::optional<StretchFailure> StretchReader::read(std::span<Stretch> stretches, 
   if (closed_ && !request.failure && !std::ranges::all_of(request.parts, &Part::here))
     throw Error(Code::Closed, "the reader was closed");
   return request.failure;
+}
+
+// New pages cost more than reading into them where a hypervisor brings them, and submit() would wait for them on the one thread
+// that keeps the disk busy. Whatever the kernel answers: then the pages come as they are written.
+void StretchReader::touch(const Part& part) {
+  const uintptr_t from = reinterpret_cast<uintptr_t>(part.memory) / kPageBytes * kPageBytes;
+  const uintptr_t to = reinterpret_cast<uintptr_t>(part.memory + part.length) / kPageBytes * kPageBytes;
+  if (to > from) static_cast<void>(::madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE));
 }
 
 void StretchReader::ring() const {
@@ -124,13 +142,17 @@ void StretchReader::run() {
 }
 
 StretchReader::Part* StretchReader::next() {
-  while (!waiting_.empty()) {
-    Request& request = *waiting_.front();
-    if (!closed_ && !request.failure && request.begun < request.parts.size()) {
+  for (auto at = waiting_.begin(); at != waiting_.end();) {
+    Request& request = **at;
+    if (closed_ || request.failure || request.begun == request.parts.size()) {
+      at = waiting_.erase(at);
+      continue;
+    }
+    if (request.begun < request.touched) {
       ++request.under_way;
       return &request.parts[request.begun++];
     }
-    waiting_.pop_front();
+    ++at;
   }
   return nullptr;
 }

@@ -1,9 +1,10 @@
 // Reads long stretches of files into memory, several parts of each at one time, and says the CRC32C of what came.
 //
-// Owns an engine and the one thread that keeps its queue full. Never computes a checksum on that thread: whoever waits for a
-// stretch does, part after part, while the parts behind are under way. Stretches are begun in the order in which they were asked
-// for, so that the next one's reads stand in the queue before the last of this one are done. Any number of threads may read.
-// Invariant: when read() returns, also with a failure, nothing writes into the memory any more.
+// Owns an engine and the one thread that keeps its queue full. Never computes a checksum on that thread, nor waits there for
+// pages that the memory does not have yet: whoever waits for a stretch does both, part after part, while others are under way.
+// Stretches are begun in the order in which they were asked for, so that the next one's reads stand in the queue before the last
+// of this one are done. Any number of threads may read. Invariant: when read() returns, also with a failure, nothing writes into
+// the memory any more.
 #pragma once
 
 #include <condition_variable>
@@ -58,6 +59,7 @@ class StretchReader {
   Part* next();  // to be submitted; under the lock
   void begin();
   void settle(Part& part);
+  static void touch(const Part& part);
   void ring() const;
 
   std::unique_ptr<Engine> engine_;

@@ -20,12 +20,12 @@ import transformers
 
 import kvclient
 import kvclient.hf
-from kvclient.errors import InvalidArgument
+from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import awq
-from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, streaming_stats
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, frame, streaming_stats
 from kvclient.hf.streaming.__main__ import Step
 from kvclient.hf.streaming.model import streams_of
-from kvclient.hf.streaming.mover import Piece
+from kvclient.hf.streaming.mover import DiskMover, Piece
 from kvclient.hf.streaming.scheduler import Scheduler
 from tests.warm_python import run as run_warm
 
@@ -84,6 +84,42 @@ def test_loading_is_told_of_what_stays_in_memory(checkpoint):
         streams_of(model).close()
     assert ends["full_resident"] > ends["ffn_only_stream"] > ends["full_stream"] > 0
     assert ends["full_resident"] - ends["full_stream"] == moved
+
+
+def test_what_stays_in_memory_is_read_while_the_model_is_put_together(checkpoint, monkeypatch):
+    begun, pack = threading.Event(), frame.pack
+
+    class Told(DiskMover):
+        def fill(self, *asked):
+            begun.set()
+            super().fill(*asked)
+
+    def packed(*asked):
+        assert begun.wait(60)
+        pack(*asked)
+
+    monkeypatch.setattr(frame, "pack", packed)
+    config = StreamingConfig(residency="full_resident")
+    model = StreamingCausalLM.from_pretrained(checkpoint, config, mover=lambda files: Told(*files.paths))
+    assert torch.equal(logits(model), logits(opened(checkpoint, "full_stream")))
+
+
+def test_where_loading_fails_nothing_goes_on_reading(checkpoint, monkeypatch):
+    movers = []
+
+    def broken(*_asked):
+        raise InvalidArgument("no place for it")
+
+    def mover(files):
+        movers.append(DiskMover(*files.paths))
+        return movers[-1]
+
+    monkeypatch.setattr(frame, "pack", broken)
+    with pytest.raises(InvalidArgument, match="no place"):
+        StreamingCausalLM.from_pretrained(checkpoint, StreamingConfig(residency="full_resident"), mover=mover)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvclient-loading")]
+    with pytest.raises(Closed):
+        movers[0].fill(0, [Piece(0, 4096, None)], memoryview(bytearray(4096)))
 
 
 def test_an_answer_reads_each_layer_once_a_pass(checkpoint):
