@@ -193,11 +193,11 @@ struct Pages final : Engine {
 }  // namespace
 
 TEST(no_read_waits_for_pages_that_the_memory_does_not_have) {
-  Fixture own(false);
+  Fixture file(false);
   std::atomic<uint64_t> missing = 0;
   StretchReader reader(std::make_unique<Pages>(missing));
-  Stretch one = own.whole();
-  CHECK(!reader.read({&one, 1}));
-  CHECK(own.right());
+  Stretch stretch = file.whole();
+  CHECK(!reader.read({&stretch, 1}));
+  CHECK(file.right());
   CHECK(missing == 0);
 }

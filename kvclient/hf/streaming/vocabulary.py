@@ -105,7 +105,7 @@ class StreamedHead:
         self._module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: torch.nn.Module, args: Any) -> tuple[torch.Tensor]:
-        """The stock forward then multiplies nothing by nothing, and adds a bias if there is one."""
+        """The stock forward then multiplies nothing by nothing: memory for what the pieces give."""
         held = self._inputs.__dict__.setdefault("stack", [])
         held.append(args[0])
         with self._lock:
@@ -129,7 +129,9 @@ class StreamedHead:
             start = i * self._table.rows
             with self.scheduler.holding(number) as slot:
                 weight = piece_of(self._table, i, slot.memory)
-                out[..., start : start + len(weight)] += self._multiply(x, weight)
+                columns = slice(start, start + len(weight))
+                bias = None if module.bias is None else module.bias[columns]
+                out[..., columns] = self._multiply(x, weight, bias)
                 del weight
         return out
 

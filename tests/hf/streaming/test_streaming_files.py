@@ -244,6 +244,25 @@ def test_a_vocabulary_larger_than_the_memory(tmp_path, tie, dtype, monkeypatch):
         streams_of(streamed).close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_streamed_head_with_a_bias_rounds_once(tmp_path, dtype, monkeypatch):
+    torch.manual_seed(3)
+    config = transformers.PhiConfig(
+        vocab_size=20_000, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.PhiForCausalLM(config).to(dtype)
+    torch.nn.init.normal_(model.lm_head.bias, std=3.0)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("kvclient.hf.streaming.frame.ROWS_BYTES", 0)
+    stock = StreamingCausalLM.from_pretrained(tmp_path, StreamingConfig(residency="full_resident"))
+    config = StreamingConfig(residency="full_stream", memory=streams_of(stock).plan.bytes // 3)
+    streamed = StreamingCausalLM.from_pretrained(tmp_path, config)
+    assert "head" in streams_of(streamed).plan.vocabulary
+    for ids in (PROMPT, PROMPT[:, :1]):
+        assert torch.equal(logits(streamed, ids), logits(stock, ids))
+    streams_of(streamed).close()
+
+
 def test_a_damaged_row_is_never_computed_with(tmp_path, monkeypatch):
     tiny(vocab=20_000).save_pretrained(tmp_path)
     monkeypatch.setattr("kvclient.hf.streaming.frame.ROWS_BYTES", 0)
