@@ -38,11 +38,12 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
   for (size_t i = 0; i < keys.size(); ++i)
     if (batch.item(i).state == ItemState::Miss) wanted.push_back(keys[i]), places.push_back(i);
   if (wanted.empty()) return true;
+  const std::atomic<uint64_t>& ended = batch.attachment().progress(batch.attachment().index.max_blocks());
+  const uint64_t promised_at = ended.load(std::memory_order_acquire);  // what ends from here on changes it
   const std::vector<protocol::PromiseItem> promises = promote(wanted, kDefaultPriority);
   const std::shared_ptr<Attachment> at = usable();
   if (at.get() != &batch.attachment()) throw Error(Code::Detached, "attached anew while a batch of before was waited for");
-  const std::atomic<uint64_t>& ended = at->progress(at->index.max_blocks());
-  const PinBoard::Waiting waiting(*at->board);
+  const auto pending = static_cast<uint32_t>(Presence::Pending);
   bool over = false;
   for (size_t first = 0; first < wanted.size(); first += kWaitedTogether) {
     for (size_t k = std::min(wanted.size(), first + kWaitedTogether); k-- > first;) {
@@ -55,13 +56,16 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
         if (batch.item(places[k]).state != ItemState::Miss) break;
         if (over |= passed(deadline)) break;
         if (found == Find::Hit && there.control.state() == State::Created) {
+          const PinBoard::Waiting waiting(*at->board);
           const std::atomic<uint64_t>& word = at->progress(there.record);
           const uint64_t progress = word.load(std::memory_order_acquire);
           if (at->index.control(there.record).word == there.control.word)
             futex_wait(word, static_cast<uint32_t>(progress), deadline);
           continue;
         }
-        const auto presence = static_cast<Presence>(promote({&wanted[k], 1}, kDefaultPriority)[0].presence);
+        const bool still = promises[k].presence == pending && seen == promised_at;  // nothing has ended since
+        const uint32_t said = still ? pending : promote({&wanted[k], 1}, kDefaultPriority)[0].presence;
+        const auto presence = static_cast<Presence>(said);
         hopeful = presence != Presence::Missing;
         if (hopeful && presence != Presence::Resident) futex_wait(ended, static_cast<uint32_t>(seen), deadline);
       }

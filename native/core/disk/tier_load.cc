@@ -273,8 +273,8 @@ void DiskTier::finish_data(Load& load) {
     if (cancelled_.contains(load.key)) return (void)(load.wrong = Outcome::Cancelled);
     if (FileIndex::Entry* entry = index_.find(load.key)) entry->used_s = realtime_s();
   }
-  store_.keep_loaded(load.handle);
   const Seal seal{load.handle, true};
+  store_.keep_loaded({&seal, 1});
   if (!accepted([&] { store_.seal(owner_, {&seal, 1}); })) return (void)(load.wrong = Outcome::Failed);
   load.created = false;
 }

@@ -31,10 +31,17 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     landings.back().next = 0, landings.back().headed = landings.back().meta = false;
     landings.back().number = static_cast<uint16_t>(landings.size() - 1);
   }
-  request_ = request, received_ = {}, beside_ = 0, to_mark_ = nullptr, headed_.clear();
+  request_ = request, received_ = {}, beside_ = 0, to_mark_ = nullptr, headed_.clear(), whole_.clear();
   size_t open = landings.size();
+  const auto seal = [&] {
+    seal_whole();
+    for (const Item* landing : whole_) ended(landing->number, landing->outcome), --open;
+    to_tell_ |= !whole_.empty();
+    whole_.clear();
+  };
   const uint64_t end_ns = monotonic_ns() + kLongestNs;
   const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome)) {
+    seal();
     for (size_t i = 0; i < landings.size(); ++i)
       if (landings[i].outcome == Outcome::Open) (this->*end)(landings[i], Outcome::Failed), ended(i, Outcome::Failed);
     store_.settle();
@@ -44,22 +51,23 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     const uint32_t from = landings.size() == 1 ? landings[0].layers : 0;
     channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .request = request, .layer = from}, std::as_bytes(keys));
     channel_.flush();
-    for (uint32_t frames = 0; open; ++frames) {
-      if (!channel_.buffered()) {
+    for (uint32_t frames = 0;; ++frames) {
+      if (!channel_.buffered() || open == whole_.size()) {
         create_headed();
+        seal();
         mark();
         if (to_tell_) tell();
+        if (!open) return received_;
       }
       if (frames % kFramesPerLook == 0 && monotonic_ns() > end_ns)
         throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
       const Frame head = channel_.take_head();
       if (head.request != request || head.item >= landings.size()) malformed("an answer that nobody asked for");
       Item& landing = landings[head.item];
-      if (landing.outcome != Outcome::Open) malformed("more of a block that had ended");
+      if (landing.outcome != Outcome::Open || landing.whole) malformed("more of a block that had ended");
       take_frame(head, landing);
       if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open, to_tell_ = true;
     }
-    tell();
   } catch (const Broken&) {
     fail_all(&BlockReceiver::leave);
     throw;
@@ -67,7 +75,6 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     fail_all(&BlockReceiver::give_up);
     throw Broken(Broken::Why::Gone, error.what());
   }
-  return received_;
 }
 
 void BlockReceiver::tell() {
@@ -241,16 +248,28 @@ void BlockReceiver::take_whole(Item& landing) {
   std::byte* to = window_.at(landing.extent.offset + at);
   std::memset(to, 0, landing.layout->meta_offset(landing.tokens) - at);
   std::memcpy(to, landing.sums.data(), 4 * landing.sums.size());
-  if (window_.truncated()) return give_up(landing, Outcome::Failed);
+  landing.whole = true;
+  whole_.push_back(&landing);
+}
+
+void BlockReceiver::seal_whole() {
+  if (whole_.empty()) return;
+  std::vector<Seal> seals;
+  for (const Item* landing : whole_) seals.push_back({landing->handle, true});
+  Outcome outcome = window_.truncated() ? Outcome::Failed : Outcome::Fetched;
   try {
-    store_.keep_loaded(landing.handle);
-    const Seal seal{landing.handle, true};
-    store_.seal(owner_, {&seal, 1});
+    if (outcome == Outcome::Fetched) {
+      store_.keep_loaded(seals);
+      store_.seal(owner_, seals);
+    }
   } catch (const Error&) {
-    return give_up(landing, Outcome::Failed);
+    outcome = Outcome::Failed;
   }
-  landing.outcome = Outcome::Fetched;
-  landing.sums.clear();
+  for (Item* landing : whole_) {
+    if (outcome == Outcome::Failed) give_up(*landing, outcome);
+    landing->outcome = outcome;
+    landing->sums.clear();
+  }
 }
 
 // What had come is of another block than what comes: nothing of either is kept.

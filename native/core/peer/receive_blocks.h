@@ -71,6 +71,7 @@ class BlockReceiver {
  private:
   struct Item : Landing {
     Outcome outcome = Outcome::Open;
+    bool whole = false;  // and to be sealed
     BlockHead head{};
     uint16_t number = 0;
   };
@@ -83,6 +84,7 @@ class BlockReceiver {
   void take_layer(const Frame& head, Item& landing);
   void take_whole(Item& landing);
   void create_headed();
+  void seal_whole();
   void take_offer(const Frame& head, Item& landing);
   void take_placed(Item& landing);
   bool is_as_offered(const Item& landing) const;
@@ -108,6 +110,7 @@ class BlockReceiver {
   Item* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
   uint64_t unmarked_bytes_ = 0;
   std::vector<Item*> headed_;  // their memory is yet to be asked for: of what came together at once
+  std::vector<Item*> whole_;   // all of each is here: what came together is sealed at once
   bool to_tell_ = false;       // something became visible that nobody has been woken for
 };
 

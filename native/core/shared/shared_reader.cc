@@ -215,8 +215,8 @@ SharedReader::Outcome SharedReader::load(const Key& key, int fd, uint64_t file_b
   try {
     outcome = read_block(fd, header, known->layout, granted);
     if (outcome == Outcome::Loaded) {
-      store_.keep_loaded(granted.handle);
       const Seal seal{granted.handle, true};
+      store_.keep_loaded({&seal, 1});
       store_.seal(owner_, {&seal, 1});
       load_bytes_ += header.data_bytes;
       return outcome;

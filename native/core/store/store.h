@@ -121,7 +121,7 @@ class Store {
   void file_gone(const Key& key);                    // of a block that was deleted
   std::vector<Key> disk_keys(uint32_t& record, uint32_t limit);  // of blocks said to be on disk, from this record on
   void load_ended();                                             // wakes those who wait for loads
-  void keep_loaded(Handle handle);                               // a block about to be sealed is no victim for a moment
+  void keep_loaded(std::span<const Seal> blocks);                // about to be sealed: no victims for a moment
   bool remove_here(const Key& key);                              // remove(), without asking the tier below
   // True while creates and seals (no look-ups) come close behind each other: what need not be done now can wait a moment.
   bool streaming() const { return puts_.runs(monotonic_ns()); }

@@ -332,9 +332,11 @@ std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t pri
 
 // Somebody asked for it and has not pinned it yet. In a pool full of blocks that were used more often each load would push out
 // the one before, over and over.
-void Store::keep_loaded(Handle handle) {
+void Store::keep_loaded(std::span<const Seal> blocks) {
   const Lock lock(mutex_);
-  fresh_.add(handle, extent_of(handle.record).length, monotonic_ns(), options_.capacity_bytes / 2);
+  const uint64_t now_ns = monotonic_ns();
+  for (const Seal& block : blocks)
+    fresh_.add(block.handle, extent_of(block.handle.record).length, now_ns, options_.capacity_bytes / 2);
 }
 
 void Store::load_ended() {
