@@ -124,9 +124,9 @@ page: model $(VENV)/.browser ## every control of the chat page in a real browser
 # Those in C++ wait for files, sockets and deadlines for most of their time: two for each of JOBS.
 CTEST = $(VENV)/bin/ctest --test-dir build/dev -j $$((2 * $(JOBS))) --output-on-failure
 
-# Files side by side, one more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
+# Files side by side, two more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
 # `alone` waits for the others (tests/turns.py); what takes long comes first (tests/order.py).
-BESIDE = -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder
+BESIDE = -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder
 
 test: model native-tests ## build and pass the tests
 	@$(CTEST)

@@ -31,7 +31,9 @@ struct Layer {
     for (uint16_t& scale : scales) scale = static_cast<uint16_t>(0x2000 | (bits() & 0x3ff));  // 0.0078 and above
     for (auto* list : {&x, &bias})
       for (float& value : *list) value = std::normal_distribution<float>()(noise_source);
-    args = {sizeof args, KVK_ABI, inputs, outputs, group, KVK_F32, KVK_CPU_REFERENCE, rows};
+    args.size = sizeof args, args.abi = KVK_ABI;
+    args.inputs = inputs, args.outputs = outputs, args.group = group, args.rows = rows;
+    args.dtype = KVK_F32, args.path = KVK_CPU_REFERENCE;
     args.words = words.data();
     args.zeros = zeroed ? zeros.data() : nullptr;
     args.scales = scales.data();

@@ -300,7 +300,7 @@ TEST(a_client_that_fell_asleep_is_woken_by_a_knock_or_by_the_reply_itself) {
 
 // The daemon's half goes to sleep as often as it can: a request that it leaves lying would be waited for in vain.
 TEST(nothing_is_lost_between_two_that_fall_asleep) {
-  constexpr uint32_t kRounds = 20'000;
+  constexpr uint32_t kRounds = 5'000;
   Paper page;
   Ends ends;
   std::vector<uint8_t> buffer(protocol::kMaxMessage);

@@ -32,7 +32,7 @@ struct Keys {  // of parts, each once
 
 RegionChange publish(Rig& rig, uint32_t by, uint64_t number, uint64_t offset, uint32_t pages, const Key& rest) {
   const Publish item{{.key = key(number), .tokens = pages - 1}, offset, rest, true};
-  return rig.store->publish({.owner = by, .layout = rig.layout}, {&item, 1})[0];
+  return rig.store->publish({.owner = by, .layout = rig.layout, .items = {}}, {&item, 1})[0];
 }
 
 RegionChange take_back(Rig& rig, uint32_t by, Handle block, const Key& part, uint64_t region = kRegion) {
