@@ -30,6 +30,7 @@ from kvstored.cluster.mooncake import Mooncake, Unusable, die_with_parent, start
 from kvstored.cluster.pool import Pool
 from kvstored.cluster.putting import Putter
 from kvstored.cluster.sidecar import STATUS
+from kvstored.errors import StartupError
 from kvstored.process.runtime_dir import write_whole
 
 NODE = "pool"  # what the daemon calls this peer
@@ -161,7 +162,10 @@ class Fabric:
             "master": self._master, "members": sorted(self.members.members), "etcd_away": self.members.away,
             "transport": "tcp" if self.pool else "none", "counters": counts,
         }  # fmt: skip
-        write_whole(os.path.join(self._said["dir"], STATUS), json.dumps(said).encode())
+        try:
+            write_whole(os.path.join(self._said["dir"], STATUS), json.dumps(said).encode())
+        except StartupError as error:  # a runtime directory that is full costs nobody the pool
+            log.warning("fabric_cannot_tell", why=str(error))
 
     def _counts(self, pool: Pool) -> dict[str, int]:
         longest_ms = round(1000 * pool.longest_put_s)

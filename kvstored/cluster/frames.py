@@ -78,17 +78,17 @@ class Stream:
         except OSError as error:
             raise Broken(str(error)) from None
 
-    def take(self, timeout_s: float | None = STALL_S) -> Frame:
-        """The next frame; None: no limit until it begins."""
+    def take(self, timeout_s: float | None = STALL_S, most: int = MOST_PAYLOAD) -> Frame:
+        """The next frame; None: no limit until it begins. `most`: bytes of its payload."""
         head = self._exactly(HEAD.size, timeout_s)
         magic, _, _, _, _, count, _, head_crc = HEAD.unpack(head)
-        if magic != MAGIC or head_crc != _core.crc32c(head[:-4]) or count > MOST_PAYLOAD:
+        if magic != MAGIC or head_crc != _core.crc32c(head[:-4]) or count > most:
             raise Broken("what came is no frame")
         frame, _ = _decode(head + self._exactly(count, STALL_S), 0)
         return frame
 
     def expect(self, kind: int, count: int) -> bytes:
-        frame = self.take(STEP_S)
+        frame = self.take(STEP_S, count)  # a stranger's too: no more is read of it
         if frame.kind != kind or len(frame.payload) != count:
             raise Broken("it refused" if frame.kind == REFUSED else "a frame that does not belong here")
         return frame.payload

@@ -9,6 +9,7 @@ for one transfer, and none is registered, for whoever reaches Mooncake's port ma
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 START_S = 20.0
 PROGRESS_S = 3  # without a byte, until a transfer is given up; Mooncake's own is 30
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of Linux; Python does not name them
+MAP_FAILED = ctypes.c_void_p(-1).value
 LANDING_BYTES = 256 << 20  # of reads in flight, those that hang among them
 
 
@@ -95,39 +97,48 @@ class Landing:
 
 class Mapped:
     """Extents of the daemon's pool, each mapped for one transfer. Mooncake gives up a transfer that takes too
-    long without ending it: where one failed, nothing is mapped ever again."""
+    long without ending it: where one failed, nothing is mapped ever again. Not by Python's mmap, which keeps
+    a descriptor as long as the addresses are kept."""
 
     def __init__(self) -> None:
-        self._barred: list[mmap.mmap] = []  # their ends would give the addresses away
-        self._mmap = ctypes.CDLL(None, use_errno=True).mmap
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._mmap, self._munmap = libc.mmap, libc.munmap
         self._mmap.restype = ctypes.c_void_p
         self._mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
     def fill(self, extent: Extent, transfer: Callable[[int], bool]) -> bool:
-        """What the transfer, which is told the address, says. Raises what it raises."""
-        grain = max(mmap.ALLOCATIONGRANULARITY, os.fstat(extent.fd).st_blksize)  # a huge page
+        """What the transfer, which is told the address, says. Raises what it raises; OSError where the extent
+        cannot be mapped."""
+        about = os.fstat(extent.fd)
+        if extent.offset + extent.length > about.st_size:
+            raise OSError(errno.ENXIO, "the pool ends before")
+        grain = max(mmap.ALLOCATIONGRANULARITY, about.st_blksize)  # a huge page
         start = extent.offset - extent.offset % grain
         end = extent.offset + extent.length + -(extent.offset + extent.length) % grain
-        memory = mmap.mmap(extent.fd, end - start, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=start)
-        first = ctypes.c_char.from_buffer(memory)
-        base = ctypes.addressof(first)
-        del first  # or the mapping could not be closed
+        base = self._map(None, end - start, mmap.MAP_SHARED | mmap.MAP_POPULATE, extent.fd, start)
+        if base is None:
+            raise OSError(ctypes.get_errno(), "the pool cannot be mapped")
         good = False
         try:
             good = transfer(base + extent.offset - start)
         finally:
             if good:
-                memory.close()
+                self._munmap(base, end - start)
             else:
-                self._bar(memory, base, end - start)
+                self._bar(base, end - start)
         return good
 
-    def _bar(self, memory: mmap.mmap, base: int, length: int) -> None:
+    def _map(self, at: int | None, length: int, flags: int, fd: int, offset: int) -> int | None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if fd >= 0 else 0
+        found: int | None = self._mmap(at, length, protection, flags, fd, offset)
+        return None if found == MAP_FAILED else found
+
+    def _bar(self, base: int, length: int) -> None:
         """Nothing may be read or written there from now on: a write ends in an error, not in the pool."""
         flags = MAP_FIXED | MAP_NORESERVE | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        if self._mmap(base, length, 0, flags, -1, 0) != base:
+        if self._map(base, length, flags, -1, 0) != base:
             os._exit(1)  # the daemon takes back what was lent once this process has ended
-        self._barred.append(memory)
 
 
 class Mooncake:

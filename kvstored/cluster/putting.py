@@ -33,6 +33,7 @@ class Putter:
         self._pool, self._directory, self._node, self._salts = pool, directory, node, salts
         self._daemon, self._listen = daemon
         self._known: dict[tuple[str, bytes], None] = {}  # put, or there, in order
+        self._later: set[tuple[str, bytes]] = set()  # could not be put: once there is nothing else
         self._layouts: dict[bytes, Frame] = {}
         self._streams: dict[str, Stream] = {}
         self._requests = 0
@@ -44,7 +45,7 @@ class Putter:
     def round(self) -> int:
         """Puts blocks that were asked for again since they were sealed, and that the pool was not given yet;
         how many. Raises grpc.RpcError, Broken."""
-        put = 0
+        put, tried = 0, False
         with grpc.insecure_channel(grpc_address(os.path.join(self._directory, "grpc.sock"))) as channel:
             admin = admin_pb2_grpc.AdminStub(channel)
             for space in self._salts:
@@ -55,26 +56,32 @@ class Putter:
                         namespace=space, page_token=token, limit=1000, min_uses=USEFUL
                     )
                     page = admin.List(asked, timeout=5.0)
-                    fresh += [block.key for block in page.blocks if (space, block.key) not in self._known]
+                    others = (block.key for block in page.blocks if (space, block.key) not in self._known)
+                    fresh += [key for key in others if (space, key) not in self._later]
                     if not (token := page.next_page_token):
                         break
                 now = fresh[:MOST_A_STEP]
+                tried = tried or bool(now)
                 failed = self._put(space, [key for key in now if self._pool.wants(space, key)])
+                self._later.update((space, key) for key in failed)
                 for key in (key for key in now if key not in failed):
                     self._known[space, key] = None
                     put += 1
+        if not tried or len(self._later) > MOST_KNOWN:
+            self._later.clear()
         while len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         return put
 
     def _put(self, space: str, keys: list[bytes]) -> set[bytes]:
-        """Those that no host took: they are tried again."""
+        """Those that the daemon did not give now, or no host took: they are tried again."""
         if not keys:
             return set()
-        failed = set()
         stream = self._stream(space)
         self._requests += 1
-        for key, block in frames.fetch(stream, keys, self._requests).items():
+        found = frames.fetch(stream, keys, self._requests)
+        failed = set(keys) - found.keys()
+        for key, block in found.items():
             for frame in block:
                 if frame.kind == frames.LAYOUT:
                     self._layouts[hashlib.sha256(frame.payload).digest()] = frame

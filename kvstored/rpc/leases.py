@@ -72,11 +72,14 @@ class Leases:
     def open(self, namespace: str, store: Any, ttl_ms: int, user: int | None = None) -> Lease:
         """A lease that holds nothing yet. Raises NoSpace at the limit, or at the user's share of it."""
         self._bound.take(user)
+        try:
+            owner = store.open_owner()
+        except BaseException:  # a namespace that is fenced: its refusals take no place from the others
+            self._bound.give(user)
+            raise
         loop = asyncio.get_running_loop()
         ttl_s = min(ttl_ms / 1000, self._max_ttl_s) if ttl_ms else self._max_ttl_s
-        lease = Lease(
-            secrets.randbits(63) | 1, namespace, store, store.open_owner(), ttl_s, loop.time() + ttl_s, user
-        )
+        lease = Lease(secrets.randbits(63) | 1, namespace, store, owner, ttl_s, loop.time() + ttl_s, user)
         self._leases[lease.id] = lease
         lease.timer = loop.call_at(lease.deadline, self._look, lease)
         return lease

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kvstored import _core
 from kvstored.cluster import frames
 from kvstored.cluster.answers import Answers
 from kvstored.cluster.frames import Stream
@@ -57,3 +58,12 @@ def test_a_loan_is_told_again_until_it_was_read(answers):
     stream = asked(answers)
     assert ping(stream) == []
     stream.close()
+
+
+def test_of_a_stranger_no_more_is_read_than_a_greeting_has(answers):
+    """Or whoever is on this host could have it hold a gigabyte for each connection."""
+    head = frames.HEAD.pack(frames.MAGIC, frames.HELLO, 0, 0, 0, 1 << 29, 0, 0)
+    with socket.create_connection(answers._listener.getsockname(), timeout=DEADLINE_S) as stranger:
+        stranger.sendall(head[:-4] + _core.crc32c(head[:-4]).to_bytes(4, "little"))
+        with pytest.raises(ConnectionError):
+            stranger.sendall(bytes(64 << 20))

@@ -10,8 +10,10 @@ import grpc
 import pytest
 
 from kvstored.access.authorization import NO_TOKEN, GuestsDoor
+from kvstored.errors import Fenced
 from kvstored.rpc.admission import Admission
 from kvstored.rpc.calls import CallCounts, Threads, answered, streamed
+from kvstored.rpc.leases import Leases
 from kvstored.rpc.store import DISK, MISSING, PENDING, RESIDENT, StoreService
 
 A, B = b"a" * 32, b"b" * 32
@@ -132,5 +134,20 @@ def test_a_call_without_a_token_is_refused_before_its_message_is_read_and_counte
         await served.stream_unary(None, context)
         assert (context.code, context.text) == (grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
         assert counts.by_status == {("Lookup", "UNAUTHENTICATED"): 1}
+
+    asyncio.run(scenario())
+
+
+def test_a_namespace_that_is_fenced_takes_no_lease_from_the_others():
+    def fenced():
+        raise Fenced("its memory is gone")
+
+    async def scenario():
+        leases = Leases(2, 60.0, lambda *_: None)
+        for _ in range(4):
+            with pytest.raises(Fenced):
+                leases.open("other", SimpleNamespace(open_owner=fenced), ttl_ms=0, user=1000)
+        good = SimpleNamespace(open_owner=lambda: 1, close_owner=lambda owner: None)
+        leases.end(leases.open("default", good, ttl_ms=0, user=1000))
 
     asyncio.run(scenario())

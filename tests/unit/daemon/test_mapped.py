@@ -50,3 +50,18 @@ def test_where_one_failed_nothing_lands_and_nothing_is_mapped_again(extent):
         assert mapped.fill(extent, lambda to: all(abs(to - lost) >= LENGTH for lost in barred))
     assert [received(lost) for lost in barred] == [-1, -1]
     assert os.pread(extent.fd, LENGTH, extent.offset) == bytes(LENGTH)
+
+
+def test_one_that_failed_keeps_no_descriptor(extent):
+    mapped = Mapped()
+    before = os.listdir("/proc/self/fd")
+    for _ in range(64):
+        assert not mapped.fill(extent, lambda to: False)
+        assert mapped.fill(extent, lambda to: True)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_memory_that_the_pool_does_not_have_any_more_is_not_mapped(extent):
+    os.ftruncate(extent.fd, LENGTH)
+    with pytest.raises(OSError):
+        Mapped().fill(extent, lambda to: True)
