@@ -10,8 +10,10 @@ daemons that follow this never write in one part.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -45,6 +47,36 @@ def _self(config: Config) -> dict[str, str]:
     return {"machine": machine, "host": socket.gethostname(), "dir": os.path.realpath(config.dir)}
 
 
+def _owner(path: str, mark: Mapping[str, str]) -> dict[str, str] | None:
+    """What the file says, None if there is none. Raises StartupError."""
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(MAX_OWNER_BYTES))
+        return {name: str(found[name]) for name in mark}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(f"disk_shared: {path}: {error!r:.200}: remove it if no daemon uses it") from None
+
+
+def _is_first(path: str, mark: Mapping[str, str]) -> bool:
+    """Writes the file unless another daemon, which starts at the same moment, was sooner: by a link, which of
+    two exactly one can make. Raises StartupError."""
+    mine = f"{path}.{secrets.token_hex(8)}"
+    runtime_dir.write_whole(mine, json.dumps(mark).encode())
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        os.rename(mine, path)
+        return True
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(mine)
+    return True
+
+
 def claim(config: Config) -> None:
     """Says that the part is this daemon's. Raises StartupError where another may be at work in it: one of
     another machine, or a living one of this."""
@@ -52,21 +84,17 @@ def claim(config: Config) -> None:
     check_shared(config.disk_shared)
     runtime_dir.prepare(directory, "disk_shared")
     path = os.path.join(directory, OWNER)
-    try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(MAX_OWNER_BYTES))
-        other = {name: str(found[name]) for name in mark}
-    except FileNotFoundError:
-        other = mark
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"disk_shared: {path}: {error!r:.200}: remove it if no daemon uses it") from None
+    other = _owner(path, mark)
+    if other is None and _is_first(path, mark):
+        return
+    other = other or _owner(path, mark) or mark
     elsewhere = (other["machine"], other["host"]) != (mark["machine"], mark["host"])
     if elsewhere or (other["dir"] != mark["dir"] and runtime_dir.running_pid(other["dir"]) is not None):
         raise StartupError(
             f"disk_shared: {directory} is the part of the daemon in {other['dir']!r} on {other['host']!r}: "
             f"give this one another `node`, or remove {path} if that one is gone for good"
         )
-    if other != mark or not os.path.exists(path):
+    if other != mark:
         runtime_dir.write_whole(path, json.dumps(mark).encode())
 
 

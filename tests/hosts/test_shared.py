@@ -5,6 +5,7 @@ its key. Files of others are cut, spoiled, replaced by what is no file and taken
 each is a miss, and the file stays as it was.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 
 from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys
 from kvstored.config.config import Config
-from kvstored.errors import ConfigError
+from kvstored.errors import ConfigError, StartupError
+from kvstored.tiers.shared import claim
 from tests.conftest import DaemonFailed
 from tests.hosts.hosts import Hosts
 
@@ -213,6 +215,23 @@ def test_two_daemons_of_one_name_do_not_write_in_one_part(hosts, shared, daemon)
     shared.chmod(0o777)
     with pytest.raises(DaemonFailed, match="writable by nobody else"):
         hosts[0].start()
+
+
+def test_of_two_that_start_at_the_same_moment_one_has_the_part(tmp_path, monkeypatch):
+    directory = tmp_path / "kv"
+    directory.mkdir(mode=0o755)
+    made = Config(dir=str(tmp_path), node="a", disk_shared=str(directory), disk_quota=64 << 20)
+    other, said = {"machine": "m", "host": "elsewhere", "dir": "/run/kvstored"}, json.dumps
+
+    def late(about):  # it has looked, and found nobody
+        (directory / "a" / "owner").write_text(said(other))
+        return said(about)
+
+    monkeypatch.setattr(json, "dumps", late)
+    with pytest.raises(StartupError, match="elsewhere"):
+        claim(made)
+    assert json.loads((directory / "a" / "owner").read_text()) == other
+    assert [path.name for path in (directory / "a").iterdir()] == ["owner"]
 
 
 def test_the_configuration_is_checked(tmp_path):
