@@ -95,6 +95,32 @@ TEST(a_directory_that_does_not_answer_holds_up_no_other) {
   rig.store->check_integrity();
 }
 
+// Fails if a write counts on a place in the index that the files of a directory which joins have taken: the daemon ended then.
+TEST(a_directory_that_joins_with_as_many_files_as_there_may_be_costs_a_write) {
+  TwoDirectories two;
+  DiskRig& rig = two.rig;
+  constexpr uint64_t kBlocks = 16;
+  for (uint64_t i = 0; i < kBlocks; ++i) CHECK(rig.put_on_disk(i));
+  CHECK(!two.other.files().empty() && !rig.files().empty());
+  DiskTier::Directory late;
+  rig.also = [&, before = rig.also](DiskTier::Options& options) {
+    before(options);
+    late = std::move(options.directories[1]);
+    options.directories[1] = {late.path, nullptr, nullptr};
+    options.max_files = kBlocks;
+  };
+  rig.restart(true);
+  two.stuck = true;
+  CHECK(rig.put(5000, kMaxPriority));
+  CHECK(eventually([&] { return rig.tier->stats().writes_in_flight == 1; }));
+  rig.tier->open(1, std::move(late));
+  CHECK(eventually([&] { return rig.tier->stats().files == kBlocks; }));
+  two.release();
+  CHECK(eventually([&] { return !rig.busy() && rig.files().size() + two.other.files().size() == kBlocks; }));
+  CHECK(!rig.on_disk_as_well(5000) && rig.right(5000));
+  rig.store->check_integrity();
+}
+
 // Reads asked for between the look at the directories and the choice of one: whoever waits for them to go waits for ever.
 TEST(reads_asked_for_at_any_moment_hold_up_no_write) {
   DiskRig rig;

@@ -270,8 +270,8 @@ void DiskTier::end_write(Write& write, bool written) {
     if (keep) {
       const auto now = static_cast<uint32_t>(::time(nullptr));
       FileIndex::Entry* entry = index_.add(job.key, static_cast<uint32_t>(write.bytes / kPageBytes), write.directory, now);
-      KV_INVARIANT(entry != nullptr);  // make_quota_room() left a place
-      entry->expiry_s = job.expiry_s;
+      keep = entry != nullptr;  // make_quota_room() left a place; a directory that was listed meanwhile may have taken it
+      if (keep) entry->expiry_s = job.expiry_s;
     }
     if (write.temp.empty()) reserved_bytes_ -= write.bytes;
     writing_.erase(job.key);
