@@ -1,5 +1,11 @@
 // Goal: blocks go from one store to another while both are used, and no thread of the tier or the server outlives it or touches
 // what another owns. Method: two stores, a server and a tier in one process, so that the sanitizers see both ends (`make asan`).
+#include <arpa/inet.h>
+#include <pthread.h>
+#include <sys/socket.h>
+
+#include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -153,6 +159,93 @@ TEST(a_block_that_is_told_of_while_it_is_hoped_for_is_fetched_at_once) {
     fetched += here.resident(i);
   }
   CHECK(fetched >= kHoped / 2);
+  here.store->attach_peers(nullptr);
+  tier->stop();
+}
+
+// Fails if who waits for a block that somebody had for a moment is not told that there is none: it would sleep as long as it may.
+TEST(a_block_that_is_told_of_and_gone_at_once_is_waited_for_no_more) {
+  constexpr uint64_t kHoped = 10;
+  Host here;
+  const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in at{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+  socklen_t size = sizeof at;
+  KV_INVARIANT(::bind(listener.get(), reinterpret_cast<sockaddr*>(&at), size) == 0 && ::listen(listener.get(), 16) == 0 &&
+               ::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&at), &size) == 0);
+  std::mutex mutex;
+  std::optional<std::pair<peer::Channel*, uint32_t>> told;  // the connection on which it tells
+  std::vector<std::jthread> visits;
+  const auto holds = [](peer::Channel& channel, uint32_t request, std::vector<uint64_t> marks) {
+    channel.put({.kind = static_cast<uint16_t>(peer::Kind::Holds), .request = request, .layer = 1},
+                std::as_bytes(std::span(marks)));
+    channel.flush();
+  };
+  std::jthread accepting([&] {
+    for (int visit = 0; visit < 5; ++visit)  // four streams, and one that is told
+      visits.emplace_back([&, socket = ::accept(listener.get(), nullptr, nullptr)] {
+        try {
+          peer::Channel channel{Fd(socket)};
+          peer::admit(channel, "a", [](const std::string&, const std::string&) { return std::optional(kSalt); });
+          for (;;) {
+            const peer::Frame head = channel.take_head(-1);
+            channel.skip(head.bytes);
+            if (head.kind == static_cast<uint16_t>(peer::Kind::Watch)) {
+              holds(channel, head.request, {});
+              std::lock_guard lock(mutex);
+              told.emplace(&channel, head.request);
+            } else {
+              channel.put({.kind = static_cast<uint16_t>(peer::Kind::Pong), .request = head.request}, {});
+              channel.flush();
+            }
+          }
+        } catch (const peer::Broken&) {
+          // The tier has ended.
+        }
+      });
+  });
+  auto tier = tier_of(here, ntohs(at.sin_port));
+  here.store->attach_peers(tier.get());
+  CHECK(eventually([&] { return tier->stats()[0].complete != 0; }));
+  CHECK(eventually([&] { return std::lock_guard(mutex), told.has_value(); }));
+  const std::atomic<uint64_t>& ended = StoreTest::progress(*here.store, here.store->options().max_blocks);
+  for (uint64_t i = 0; i < kHoped; ++i) {
+    const uint64_t before = ended.load();
+    CHECK(promote(here, i) == Presence::Pending);
+    holds(*told->first, told->second, {mark_of(key(i), true), mark_of(key(i), false)});
+    CHECK(eventually([&] { return promote(here, i) == Presence::Missing; }));
+    const bool is_told = eventually([&] { return ended.load() != before; });
+    CHECK(is_told);
+    if (!is_told) break;  // the connection goes meanwhile
+  }
+  here.store->attach_peers(nullptr);
+  tier->stop();
+  ::shutdown(listener.get(), SHUT_RDWR);
+  accepting.join();
+}
+
+// Fails if one for which there was no thread is asked all the same: what waits in its queue waits for ever.
+TEST(who_joins_while_no_thread_is_to_be_had_joins_with_the_next_word) {
+  Host here, there;
+  CHECK(there.fill(1) == Grant::Granted);
+  auto server = serve(there);
+  auto tier = std::make_unique<peer::Tier>(*here.store, "b", kSalt, std::vector<peer::Tier::Address>{});
+  tier->start();
+  here.store->attach_peers(tier.get());
+  const peer::Tier::Address at{"a", "127.0.0.1", server->port()};
+  pthread_attr_t usual, none;
+  KV_INVARIANT(::pthread_getattr_default_np(&usual) == 0 && ::pthread_attr_init(&none) == 0);
+  KV_INVARIANT(::pthread_attr_setstacksize(&none, size_t{1} << 46) == 0 && ::pthread_setattr_default_np(&none) == 0);
+  bool refused = false;
+  try {
+    tier->join(at);
+  } catch (const std::system_error&) {
+    refused = true;
+  }
+  KV_INVARIANT(::pthread_setattr_default_np(&usual) == 0);
+  CHECK(refused);
+  CHECK(promote(here, 1) == Presence::Missing);
+  CHECK(tier->join(at));
+  CHECK(eventually([&] { return promote(here, 1) == Presence::Resident; }));
   here.store->attach_peers(nullptr);
   tier->stop();
 }

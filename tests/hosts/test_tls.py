@@ -170,6 +170,17 @@ def test_what_is_renewed_is_used_after_a_reload_and_what_is_wrong_is_not(hosts, 
         wait_until(lambda: hosts.peers(0)["n1"]["state"] == "down", "n1 has expired")
 
 
+def test_whom_the_new_authority_does_not_know_is_heard_no_more(hosts, made, wait_until):
+    hosts.start().wait_up(wait_until)
+    wait_until(lambda: hosts.peers(1)["n0"]["complete"], "it has told what it has")
+    (made / "ca.pem").unlink()
+    authority(made)
+    certificate(made, "n1")
+    assert reload(hosts[1]).returncode == 0
+    wait_until(lambda: not hosts.peers(1)["n0"]["complete"], "what it told is forgotten")
+    assert hosts.peers(1)["n0"]["state"] == "down"
+
+
 def test_a_stranger_on_the_port_gets_nothing(hosts, made, wait_until):
     hosts.start().wait_up(wait_until)
     host, _, port = hosts.addresses[0].partition(":")

@@ -28,7 +28,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
   for (const Key& key : keys) {
     std::optional<Landing> begun = parked_ ? parked_->take(key) : std::nullopt;
     landings.push_back({begun ? *std::move(begun) : Landing{.key = key}, Outcome::Open});
-    landings.back().next = 0, landings.back().headed = landings.back().meta = false;
+    landings.back().next = 0, landings.back().headed = landings.back().meta = false, landings.back().offered.clear();
     landings.back().number = static_cast<uint16_t>(landings.size() - 1);
   }
   request_ = request, received_ = {}, beside_ = 0, to_mark_ = nullptr, headed_.clear(), whole_.clear();

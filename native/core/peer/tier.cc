@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <system_error>
 #include <utility>
 
 #include "core/base/error.h"
@@ -55,13 +56,15 @@ void Tier::start() {
 }
 
 void Tier::start_threads(size_t p) {
-  for (size_t s = 0; s < kStreams; ++s) start_stream(p);
-  if (peers_[p]->at.tells) peers_[p]->watch.thread = std::thread([this, p] { watch(p); });
+  Peer& peer = *peers_[p];
+  while (peer.started < kStreams) start_stream(p);
+  if (peer.at.tells && !peer.watch.thread.joinable()) peer.watch.thread = std::thread([this, p] { watch(p); });
 }
 
 void Tier::start_stream(size_t p) {
-  const size_t s = peers_[p]->started++;
+  const size_t s = peers_[p]->started;
   peers_[p]->streams[s].thread = std::thread([this, p, s] { run(p, s); });
+  peers_[p]->started += 1;
 }
 
 void Tier::stop() {
@@ -321,7 +324,11 @@ void Tier::care() {
       Peer& peer = *peers_[p];
       peer.crowded = false;
       if (peer.queue.empty() || peer.idle || peer.started >= kMostStreams || peer.state != State::Up) continue;
-      start_stream(p);
+      try {
+        start_stream(p);
+      } catch (const std::system_error&) {
+        // No thread is to be had: those that there are do it, and it is looked at again.
+      }
       crowded_.emplace(now + kCrowdedMs, p), peer.crowded = true;
     }
     if (!in_vain) continue;

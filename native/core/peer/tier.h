@@ -57,7 +57,8 @@ class Tier final : public Fetcher {
   ~Tier() override { stop(); }
   void start();  // its threads, one that listens to news and one a stream
   void stop();   // ends them; what was asked for is a miss
-  // While it runs. A name that is known gets the address; false: there are as many peers as there may be.
+  // While it runs. A name that is known gets the address; false: there are as many peers as there may be. Throws system_error
+  // where no thread is to be had: it has not joined, and may again.
   bool join(const Address& at);
   void leave(const std::string& node);  // it is asked no more, and what was asked of it goes elsewhere
 
@@ -128,6 +129,7 @@ class Tier final : public Fetcher {
   void end_flight(const Key& key, bool in_vain);
   void add_peer(const Address& at);
   size_t slot_for(const std::string& node) const;
+  void make_threads(size_t peer);
   void start_threads(size_t peer);
   void start_stream(size_t peer);
   void drop_channels(Peer& peer);

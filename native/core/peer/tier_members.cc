@@ -13,7 +13,7 @@ bool Tier::join(const Address& at) {
   if (p == kMaxPeers) return false;
   if (p == peers_.size()) {
     add_peer(at);
-    if (owner_) start_threads(p);
+    make_threads(p);
     return true;
   }
   Peer& peer = *peers_[p];
@@ -24,8 +24,20 @@ bool Tier::join(const Address& at) {
   peer.at = at, peer.identity += 1, peer.left = false, peer.failures = 0, peer.may_return = false;
   peer.rtt_us = 0, peer.bytes_per_s = 0, peer.block_bytes = 0;
   become(p, State::New);
+  make_threads(p);
   peer.work.notify_all();
   return true;
+}
+
+// Where none is to be had it is as one that left, or what is asked of it would wait for ever. Throws system_error.
+void Tier::make_threads(size_t p) {
+  try {
+    if (owner_) start_threads(p);
+  } catch (...) {
+    become(p, State::Down);
+    peers_[p]->left = true;
+    throw;
+  }
 }
 
 void Tier::leave(const std::string& node) {

@@ -48,6 +48,7 @@ void Tier::listen(size_t p, Channel& channel) {
   std::vector<uint64_t> marks;
   for (;;) {
     const Frame head = channel.take_head(kSilenceMs);
+    if (tls_ && channel.generation() != tls_->generation()) throw Broken(Broken::Why::Gone, "the certificates are others now");
     if (head.bytes > kMaxControlBytes || head.bytes % sizeof(uint64_t) || head.request != request || head.layer > 1)
       throw Broken(Broken::Why::Malformed, "a frame that does not belong here");
     Channel::expect(head, Kind::Holds, head.bytes);
@@ -61,6 +62,7 @@ void Tier::listen(size_t p, Channel& channel) {
 
 // What somebody hoped for is asked of who has it now.
 void Tier::hear(const std::vector<uint64_t>& marks) {
+  bool in_vain = false;
   Lock lock(mutex_);
   if (hoped_for_.empty() && in_vain_.empty()) return;
   for (uint64_t mark : marks) {
@@ -71,8 +73,11 @@ void Tier::hear(const std::vector<uint64_t>& marks) {
     if (hope == hoped_for_.end()) continue;
     const Key key = hope->second;
     hoped_for_.erase(hope);
-    if (const auto flight = flights_.find(key); flight != flights_.end() && !send_on(key, flight->second)) end_flight(key, true);
+    if (const auto flight = flights_.find(key); flight != flights_.end() && !send_on(key, flight->second))
+      end_flight(key, true), in_vain = true;  // it went again at once
   }
+  lock.unlock();
+  if (in_vain) store_.load_ended();
 }
 
 }  // namespace kv::peer
