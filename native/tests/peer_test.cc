@@ -163,6 +163,25 @@ TEST(a_block_that_is_told_of_while_it_is_hoped_for_is_fetched_at_once) {
   tier->stop();
 }
 
+// Fails if one that serves many models is taken for one that fills the table of layouts: its connection broke at the ninth.
+TEST(a_peer_that_has_many_layouts_is_no_liar) {
+  constexpr uint64_t kLayouts = 40;  // more than eight for one of its streams at least
+  Host here, there;
+  for (uint64_t i = 0; i < kLayouts; ++i) {
+    const uint32_t id = there.store->register_layout(layout_blob(1, static_cast<uint32_t>(512 * (i + 1)), 4, 64));
+    const CreateItem item{.key = key(i), .tokens = 1};
+    const Granted granted = there.store->create({.owner = there.owner, .layout = id, .items = {&item, 1}})[0];
+    CHECK(granted.status == Grant::Granted && there.seal(granted.handle) == Done::Ok);
+  }
+  auto server = serve(there);
+  auto tier = tier_of(here, server->port());
+  here.store->attach_peers(tier.get());
+  for (uint64_t i = 0; i < kLayouts; ++i) CHECK(eventually([&] { return promote(here, i) == Presence::Resident; }));
+  CHECK_EQ(tier->stats()[0].malformed, 0u);
+  here.store->attach_peers(nullptr);
+  tier->stop();
+}
+
 // Fails if who waits for a block that somebody had for a moment is not told that there is none: it would sleep as long as it may.
 TEST(a_block_that_is_told_of_and_gone_at_once_is_waited_for_no_more) {
   constexpr uint64_t kHoped = 10;
