@@ -4,6 +4,7 @@
 #include "core/files/files.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -110,6 +111,18 @@ TEST(nothing_but_a_regular_file_is_opened) {
   CHECK_EQ(f.open("aa/fifo"), -ENXIO);
   CHECK_EQ(f.open("aa/none"), -ENOENT);
   CHECK_EQ(f.open("aa/good/more"), -ENOTDIR);
+}
+
+// Fails if such an open is tried without an end: the thread of a disk span as long as the kernel leaves a lease, 45 s.
+TEST(a_file_that_somebody_has_a_lease_on_is_not_waited_for) {
+  Fixture f;
+  f.put("a.kv");
+  ::signal(SIGIO, SIG_IGN);  // what tells the holder
+  const Fd holder(::open((f.directory / "a.kv").c_str(), O_RDWR | O_CLOEXEC));
+  CHECK_EQ(::fcntl(holder.get(), F_SETLEASE, F_WRLCK), 0);
+  CHECK_EQ(f.open("a.kv"), -EAGAIN);
+  CHECK_EQ(::fcntl(holder.get(), F_SETLEASE, F_UNLCK), 0);
+  CHECK_EQ(f.open("a.kv"), 0);
 }
 
 TEST(no_call_leaves_the_directory) {

@@ -19,6 +19,7 @@ namespace {
 
 constexpr std::string_view kTempSuffix = ".tmp";
 constexpr int kNameTries = 16;  // for a name nobody has
+constexpr int kOpenTries = 256;
 constexpr ssize_t kWrittenBytes = 32;
 
 std::string_view last_name(std::string_view path) {
@@ -69,10 +70,12 @@ int RealFiles::open_beneath(const std::string& path, int flags) const {
   how.flags = static_cast<uint64_t>(flags | O_CLOEXEC);
   how.mode = flags & O_CREAT ? 0600 : 0;
   how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS;
-  for (;;) {  // RESOLVE_BENEATH answers EAGAIN while somebody renames directories
-    const int fd = answer(::syscall(SYS_openat2, root_.get(), path.c_str(), &how, sizeof how));
-    if (fd != -EAGAIN && fd != -EINTR) return fd;
-  }
+  // RESOLVE_BENEATH answers EAGAIN while somebody renames directories; so does O_NONBLOCK for a file that somebody has a lease
+  // on, for 45 s maybe.
+  int fd = -EAGAIN;
+  for (int i = 0; i < kOpenTries && (fd == -EAGAIN || fd == -EINTR); ++i)
+    fd = answer(::syscall(SYS_openat2, root_.get(), path.c_str(), &how, sizeof how));
+  return fd;
 }
 
 // In DIR/tmp, which somebody may have tidied up.
