@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvclient
@@ -160,3 +161,19 @@ def test_what_torchs_attention_is_told_besides_goes_there(monkeypatch, told):
     monkeypatch.setattr(one_row, torchs, lambda *_, **more: seen.append(more) or (None, None))
     one_row.attention(HERE, *operands, None, **{told: object()})
     assert told in seen[0]
+
+
+def test_transformers_batches_take_torchs_attention_by_its_name(home):
+    """Which is asked for; in a small cache, for the usual one is all of the memory."""
+    model = awq.from_pretrained(home)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    prompts = [[1, 2, 3, 4, 5], [7, 8, 9]]
+    wanted = [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+    model.set_attn_implementation("sdpa")
+    found = model.generate_batch(
+        prompts, generation_config=GenerationConfig(**(options | {"eos_token_id": -1})),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, page_size=32, max_batch_tokens=32),
+    )  # fmt: skip
+    assert [request.generated_tokens for request in found.values()] == wanted
+    model.set_attn_implementation(one_row.ONE_ROW)
+    assert model.generate(torch.tensor([prompts[0]]), **options)[0, 5:].tolist() == wanted[0]
