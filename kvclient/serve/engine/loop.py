@@ -34,6 +34,7 @@ from kvclient.hf.speculation import NOTHING, Draft, keep
 from kvclient.hf.speculation.cache import unfit
 from kvclient.serve.engine import thread
 from kvclient.serve.engine.drafting import Drafting, accept
+from kvclient.serve.engine.endings import Endings
 from kvclient.serve.engine.job import Done, Event, Failed, Job, Prompt, Token
 from kvclient.serve.engine.joining import Joining
 from kvclient.serve.engine.passes import Passes, cut_back
@@ -59,6 +60,7 @@ class Loop:
         self.counts, self.ready = Counter[str](), threading.Event()  # ready: a token was computed
         plain, coded = dataclasses.replace(kv.form, codec=None).bytes_per_token, kv.form.bytes_per_token
         sizes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
+        self._endings = Endings(kv, self._as_asked, self._tell, self.counts)
         self._fixed = {"device": str(model.device), **sizes}
         self._closed = False
         self._thread = thread.start(self._run, "kvclient-serve-loop")
@@ -125,6 +127,7 @@ class Loop:
                 self._together(work)
             elif isinstance(work, Decode):
                 self._guarded(work.entries, functools.partial(self._decode, work.entries))
+            self._endings.settle()
         for entry in self._scheduler.entries:
             self._finish(entry.job, Failed(503, "the server is ending"))
 
@@ -158,7 +161,7 @@ class Loop:
         if job.entry is not None:
             self._left_queue(job)
             self._scheduler.remove(job.entry)
-            self._publish(job)
+            self._endings.publish(job)
             job.cache = job.entry = None
             self.counts["requests_cancelled_total"] += 1
 
@@ -188,31 +191,16 @@ class Loop:
             event = dataclasses.replace(event, window=job.cache.told())
         if job.draft is not None and isinstance(event, Done):
             event = dataclasses.replace(event, accepted=job.draft.accepted, rejected=job.draft.rejected)
-        self._tell(job, event)
         if isinstance(event, Done):
-            self._publish(job)
-        job.cache = job.entry = None
-
-    def _publish(self, job: Job) -> None:
-        """Its answer's blocks, so that the next turn of its conversation finds them: also of one whose client
-        left, for what it saw comes back.
-        """
-        if job.cache is None or not (job.write and job.exact and len(job.tokens) > 1):
-            return
-        text = job.said[:-1]  # the newest has no KV yet
-        if job.windowing is not None:
-            with self._kv.salted(job.salt):
-                self.counts["windows_saved_total"] += job.cache.save(text)
-            return
-        try:
-            with self._as_asked(job):
-                self.counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache)
-        except Exception:  # without a store there is nothing to keep; the answer is whole
-            self.counts["publish_failed_total"] += 1
+            self._endings.add(job, event)
+        else:
+            self._tell(job, event)
+            job.cache = None
+        job.entry = None
 
     def _preempt(self, job: Job) -> None:
         """Its KV goes to the store, its pages back; it comes again with all it said as its prompt."""
-        self._publish(job)
+        self._endings.publish(job)
         job.cache = None
         if job.draft is not None and self._drafting is not None:
             job.draft.session = self._drafting.begin().session  # a draft model's KV goes back too

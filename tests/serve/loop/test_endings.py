@@ -1,0 +1,105 @@
+"""Proves that an answer is in the store when its end is told, so that the next turn finds it at any server;
+and that keeping it delays no token, of its own or of others.
+
+Method: real loops on tiny models beside a real daemon; what a second server would find is asked for by the
+one who hears the end, in the loop's own thread.
+"""
+
+import queue
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.hf.engine.window import Window
+from kvclient.serve.engine.job import Done, Token
+from kvclient.serve.engine.loop import Loop
+from kvclient.serve.engine.windowed import WindowedCache, Windowing
+from kvclient.serve.scheduler import Limits
+from tests.hf.zoo import build, prompt
+from tests.serve.loop.test_loop import NEW, ask, ended
+
+BLOCK = 32
+
+
+@pytest.mark.parametrize("tokens", [20, 70, 3 * BLOCK])
+def test_who_hears_the_end_finds_the_answer_at_another_server(daemon, tokens):
+    kvstored, found = daemon(memory="64MiB"), queue.Queue()
+    models = [build("llama", layers=2) for _ in range(2)]
+    with kvstored.connect() as first, kvstored.connect() as second:
+        kvs = [kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False)
+               for model, client in zip(models, (first, second), strict=True)]  # fmt: skip
+        loops = [Loop(model, kv, Limits()) for model, kv in zip(models, kvs, strict=True)]
+        events = queue.Queue()
+
+        class Hears:
+            def put(self, told):
+                if isinstance(told[1], Done):
+                    found.put(_held(kvs[1], job.said[:-1]))
+                events.put(told)
+
+        job = ask(loops[0], prompt(tokens, seed=tokens), Hears(), 0)
+        ended(events, 1)
+        computed = tokens + NEW - 1
+        assert found.get(timeout=60) == computed, "all of it but the newest token, which has no KV"
+        again = ask(loops[1], torch.tensor([[*job.said, 5, 6, 7]]), events, 1)
+        ended(events, 1)
+        assert again.first.cached_tokens == computed
+        for loop in loops:
+            loop.close()
+        for kv in kvs:
+            kv.detach()
+
+
+def _held(kv, text):
+    """Whole blocks and the tail behind them, as a look-up of another session sees them."""
+    chain = kv.chunker.chain(kv.identity, text, partial=True)
+    counts = list(chain.token_counts)
+    return sum(counts[: kv.client.lookup(chain).resident])
+
+
+def test_all_tokens_of_a_step_are_told_before_an_answer_is_kept(monkeypatch):
+    model, told = build("llama", layers=2), []
+    with (
+        kvclient.InMemoryClient(64 << 20) as client,
+        kvclient.hf.attach(model, client, block_tokens=16) as kv,
+    ):
+        loop, events = Loop(model, kv, Limits()), queue.Queue()
+        plain = kv.publish
+        monkeypatch.setattr(kv, "publish", lambda *args: told.append("kept") or plain(*args))
+
+        class Hears:
+            def put(self, pair):
+                told.append("token" if isinstance(pair[1], Token) else type(pair[1]).__name__)
+                events.put(pair)
+
+        for index in range(4):
+            ask(loop, prompt(20, seed=index), Hears(), index)
+        ended(events, 4)
+        loop.close()
+    assert told.count("kept") == 4 and told.count("token") == 4 * NEW
+    for place, what in enumerate(told):
+        if what == "kept":  # and then its end is told, before the next is kept
+            assert told[place + 1] == "Done"
+    last = max(place for place, what in enumerate(told) if what == "token")
+    same_step = [place for place, what in enumerate(told) if what == "kept" and place > last]
+    assert len(same_step) >= 2, "those that end in one step are kept behind the tokens of all"
+
+
+def test_a_window_that_cannot_be_saved_costs_no_answer(monkeypatch):
+    def broken(*_args):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(WindowedCache, "save", broken)
+    model = build("llama", layers=2)
+    with (
+        kvclient.InMemoryClient(64 << 20) as client,
+        kvclient.hf.attach(model, client, block_tokens=16) as kv,
+    ):
+        loop, events = Loop(model, kv, Limits()), queue.Queue()
+        windowing = Windowing(Window(32, 64), 0, 0)
+        ask(loop, prompt(20), events, 0, windowing=windowing)
+        assert isinstance(ended(events, 1)[0], Done)
+        assert loop.stats()["publish_failed_total"] == 1
+        loop.close()
