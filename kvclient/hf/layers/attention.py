@@ -40,7 +40,7 @@ def is_known(module: Any) -> bool:
 def of_attention(module: Any) -> Callable[..., Any]:
     """In the place of LlamaAttention's."""
     usual, names = type(module).forward, type(module).forward.__globals__
-    head_dim = module.head_dim
+    head_dim, turns = module.head_dim, names["apply_rotary_pos_emb"]
 
     def forward(
         hidden_states: torch.Tensor,
@@ -49,10 +49,11 @@ def of_attention(module: Any) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         cos, sin = position_embeddings or (None, None)
-        alike = fits(cos, hidden_states, head_dim) and cos.shape == sin.shape and sin.dtype is cos.dtype
+        alike = fits(cos, hidden_states, head_dim) and fits(sin, hidden_states, head_dim)
         seen = not (stands(module.q_proj) and stands(module.k_proj))  # by who would see them turned
-        if seen or not alike or not takes(hidden_states, module.q_proj.weight):
-            return usual(module, hidden_states, position_embeddings, attention_mask, **kwargs)
+        changed = type(module).forward is not usual or names["apply_rotary_pos_emb"] is not turns
+        if changed or seen or not alike or not takes(hidden_states, module.q_proj.weight):
+            return type(module).forward(module, hidden_states, position_embeddings, attention_mask, **kwargs)
         query, key = module.q_proj(hidden_states), module.k_proj(hidden_states)
         if not (is_fresh(query) and is_fresh(key)):  # of a layer that an adapter took the place of since
             return usual(module, hidden_states, position_embeddings, attention_mask, **kwargs)
@@ -79,10 +80,12 @@ def of_attention(module: Any) -> Callable[..., Any]:
 
 def fits(cos: torch.Tensor | None, hidden: torch.Tensor, head_dim: int) -> bool:
     """Whether cos [..., head_dim] has a row of fp32 for each of hidden [..., inputs]: a model that turns a
-    part of a head has narrower ones.
+    part of a head has narrower ones; and no gradient of it is wanted.
     """
-    whole = cos is not None and cos.dtype is torch.float32 and cos.shape[-1] == head_dim
-    return whole and cos.shape[:-1] == hidden.shape[:-1]
+    if type(cos) is not torch.Tensor or not cos.is_cpu or cos.is_neg():
+        return False
+    whole = cos.dtype is torch.float32 and cos.shape[-1] == head_dim and cos.shape[:-1] == hidden.shape[:-1]
+    return whole and not (torch.is_grad_enabled() and cos.requires_grad)
 
 
 def is_fresh(states: torch.Tensor) -> bool:

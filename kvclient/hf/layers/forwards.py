@@ -1,8 +1,8 @@
 """What stands in the place of a module's forward: nn.Linear's, an RMSNorm's, a gated MLP's.
 
 Owns the choice, call by call, between native/cpu and the module's class. Never changes a tensor of the
-module. Invariant: what the kernels do not take (another dtype or device, a gradient, a trace) its class
-computes.
+module. Invariant: what the kernels do not take (another dtype or device, a gradient, a trace, a transform, a
+mode that watches), and what was changed of the module or its class since, its class computes.
 """
 
 from __future__ import annotations
@@ -13,42 +13,76 @@ from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 
 from kvclient.kernels import contract
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[..., torch.Tensor]
+LANES = 16  # inputs of a layer are a multiple of it
+_PRODUCT = functional.linear
 _LINEAR, _NORM = sizeof(contract.Linear), sizeof(contract.Norm)
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> bool:
-    """Whether the kernels take x and weight, both [..., inputs], and a bias [outputs]: fp32 on the CPU, whole
-    rows, untraced.
+def is_watched() -> bool:
+    """Whether torch does more with a call than compute it: a mode or a transform that sees operators, a
+    derivative that runs forwards, a trace, a compiler, other types, another product in F.linear's place.
     """
-    return (
-        type(x) is torch.Tensor
-        and _is_plain(weight)
-        and x.dtype is weight.dtype is torch.float32
-        and x.is_cpu
-        and weight.is_cpu
-        and x.ndim > 1
-        and x.shape[-1] == weight.shape[-1]
-        and x.is_contiguous()
-        and weight.is_contiguous()
-        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-        and (bias is None or _is_number_a_row(bias))
-        and not x.is_neg()
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch.is_autocast_enabled("cpu")
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch.is_autocast_enabled("cpu")
+        or functional.linear is not _PRODUCT
     )
 
 
-def _is_plain(weight: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return type(weight) in (torch.nn.Parameter, torch.Tensor)
+def takes_rows(x: torch.Tensor, weight: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether the kernels may read x [..., inputs] and weight [..., inputs] where they lie: whole rows of
+    fp32 on the CPU, of which no gradient is wanted.
+    """
+    return (
+        type(x) is torch.Tensor
+        and _is_plain(x)
+        and _is_plain(weight)
+        and x.ndim > 1
+        and x.shape[-1] == weight.shape[-1]
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    )
 
 
-def _is_number_a_row(bias: torch.Tensor) -> bool:
-    plain = _is_plain(bias) and bias.dtype is torch.float32 and bias.is_cpu and bias.is_contiguous()
+def takes_product(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """takes_rows() of a product: weight [outputs, inputs] and a bias [outputs]."""
+    if not takes_rows(x, weight) or weight is None or weight.ndim != 2:
+        return False
+    outputs, inputs = weight.shape
+    return inputs % LANES == 0 and inputs > 0 and (bias is None or _is_number_a_row(bias, outputs))
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> bool:
+    """takes_product(), and nobody watches."""
+    return takes_product(x, weight, bias) and not is_watched()
+
+
+def _is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return (
+        type(tensor) in (torch.nn.Parameter, torch.Tensor)
+        and tensor.layout is torch.strided
+        and tensor.dtype is torch.float32
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
+def _is_number_a_row(bias: torch.Tensor, rows: int) -> bool:
+    plain = _is_plain(bias) and bias.shape == (rows,)
     return plain and not (torch.is_grad_enabled() and bias.requires_grad)
 
 
@@ -58,7 +92,7 @@ class Installed:
     """
 
     def __init__(self, module: torch.nn.Module, made: Callable[..., Any]) -> None:
-        self.module = module
+        self.module, self.usual = module, type(module).forward
         self.__func__ = made  # as a bound method names what it calls (kvclient.hf.model.watch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,10 +106,16 @@ class Installed:
 
 
 def stands(module: torch.nn.Module) -> bool:
-    """Whether a module's forward is the one that was put there, and nobody wants to see what goes through it.
+    """Whether a module's forward is the one that was put there, in the place of what its class has now, and
+    nobody wants to see what goes through it.
     """
-    ours = type(module.__dict__.get("forward")) is Installed
-    return ours and not (module._forward_hooks or module._forward_pre_hooks)
+    put = module.__dict__.get("forward")
+    return type(put) is Installed and type(module).forward is put.usual and is_unseen(module)
+
+
+def is_unseen(module: torch.nn.Module) -> bool:
+    """Whether no hook, of its own or of all modules, sees what goes through it."""
+    return not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
 
 
 def multiply(
@@ -97,31 +137,33 @@ def multiply(
 
 def of_linear(module: torch.nn.Linear) -> Forward:
     """In the place of an nn.Linear's."""
-    usual, held = type(module).forward, module._parameters
+    usual = type(module).forward
 
     def forward(input: torch.Tensor) -> torch.Tensor:  # its caller may name it, as nn.Linear's
+        held = module._parameters
         weight, bias = held.get("weight"), held.get("bias")
-        if not takes(input, weight, bias):
-            return usual(module, input)
+        if type(module).forward is not usual or not takes(input, weight, bias):
+            return type(module).forward(module, input)
         return multiply(input, weight, bias)
 
     return forward
 
 
-def of_norm(module: torch.nn.Module, epsilon: float) -> Forward:
-    """In the place of an RMSNorm's, which multiplies by `weight`."""
-    usual, held = type(module).forward, module._parameters
+def of_norm(module: torch.nn.Module, epsilon: str) -> Forward:
+    """In the place of an RMSNorm's, which multiplies by `weight`. epsilon: the attribute's name."""
+    usual = type(module).forward
 
-    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = held.get("weight")
-        if not takes(hidden_states, weight):
-            return usual(module, hidden_states)
-        out, width = torch.empty_like(hidden_states), hidden_states.shape[-1]
-        args = contract.Norm(
-            _NORM, contract.ABI, hidden_states.numel() // width, width, 0, torch.get_num_threads(),
-            hidden_states.data_ptr(), weight.data_ptr(), out.data_ptr(), width, width, epsilon,
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        weight, least = module._parameters.get("weight"), getattr(module, epsilon)
+        plain = len(args) == 1 and not kwargs and type(least) is float and type(module).forward is usual
+        if not plain or not takes_rows(x := args[0], weight) or weight.ndim != 1 or is_watched():
+            return type(module).forward(module, *args, **kwargs)
+        out, width = torch.empty_like(x), x.shape[-1]
+        asked = contract.Norm(
+            _NORM, contract.ABI, x.numel() // width, width, 0, torch.get_num_threads(),
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), width, width, least,
         )  # fmt: skip
-        if status := contract.cpu().kvk_norm_rows(byref(args)):
+        if status := contract.cpu().kvk_norm_rows(byref(asked)):
             contract.check(status)
         return out
 
@@ -130,22 +172,28 @@ def of_norm(module: torch.nn.Module, epsilon: float) -> Forward:
 
 def of_gated(module: Any) -> Forward:
     """In the place of down(silu(gate(x)) * up(x)): what lies between is one tensor, not three."""
-    usual, modules = type(module).forward, module._modules
-    parts = [module.gate_proj, module.up_proj, module.down_proj]
-    gate, up, down = (part._parameters for part in parts)
+    usual, silu = type(module).forward, module.act_fn
+    parts, bends = [module.gate_proj, module.up_proj, module.down_proj], type(silu).forward
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        now = [modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")]
-        same = all(part is was and stands(was) for part, was in zip(now, parts, strict=True))
-        if not (
-            same
-            and takes(x, gate.get("weight"), gate.get("bias"))
-            and takes(x, up.get("weight"), up.get("bias"))
-        ):
-            return usual(module, x)
-        between = multiply(x, gate["weight"], gate["bias"], up["weight"], up["bias"])
-        if not takes(between, down.get("weight"), down.get("bias")):
-            return module.down_proj(between)
-        return multiply(between, down["weight"], down["bias"])
+    def is_whole() -> bool:
+        """Whether its parts are those that were tried, and nobody sees what goes between them."""
+        modules = module._modules
+        now = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
+        same = modules.get("act_fn") is silu and type(silu).forward is bends and type(module).forward is usual
+        same = same and "forward" not in silu.__dict__ and is_unseen(silu)
+        return same and all(part is was and stands(was) for part, was in zip(now, parts, strict=True))
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) != 1 or kwargs or not is_whole() or is_watched():
+            return type(module).forward(module, *args, **kwargs)
+        gate, up, down = (part._parameters for part in parts)
+        x, wide = args[0], [gate.get("weight"), up.get("weight")]
+        taken = takes_product(x, wide[0], gate.get("bias")) and takes_product(x, wide[1], up.get("bias"))
+        if not taken or wide[0].shape != wide[1].shape:
+            return type(module).forward(module, x)
+        between = multiply(x, gate["weight"], gate.get("bias"), up["weight"], up.get("bias"))
+        if not takes_product(between, down.get("weight"), down.get("bias")):
+            return parts[2](between)
+        return multiply(between, down["weight"], down.get("bias"))
 
     return forward

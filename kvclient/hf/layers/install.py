@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from kvclient.hf.layers import attention, forwards
 from kvclient.kernels import contract
 
 EPSILONS = ("variance_epsilon", "eps")
+OF_EACH = ("training", "layer_idx")  # differs between modules that compute the same
 GATED = {"gate_proj", "up_proj", "down_proj"}
-LANES = 16  # inputs of a layer are a multiple of it
 CLOSE = 1e-5  # of the largest number of a row
 TRIED_ROWS = (1, 5)
+TRIED_SIZES = (1.0, 30.0, 1e-3, 0.0)  # of a norm's and an MLP's numbers: small ones tell where epsilon stands
 
 
 def available() -> bool:
@@ -61,11 +63,21 @@ def _candidates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Calla
         if _is_layer(module):
             yield module, forwards.of_linear(module), None
         elif _is_norm(module):
-            yield module, forwards.of_norm(module, _epsilon(module)), type(module)
+            yield module, forwards.of_norm(module, _epsilon(module)), _kind(module)
         elif _is_gated(module):
-            yield module, forwards.of_gated(module), (type(module), type(module.act_fn))
+            yield module, forwards.of_gated(module), (_kind(module), _kind(module.act_fn))
         elif attention.is_known(module) and all(_is_layer(getattr(module, name)) for name in attention.PARTS):
-            yield module, attention.of_attention(module), type(module)
+            yield module, attention.of_attention(module), _kind(module)
+
+
+def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What modules that compute the same have in common: their class, and what it was told of how to."""
+    told = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    for name in (*EPSILONS, *OF_EACH):
+        told.pop(name, None)
+    plain = (bool, int, float, str, type(None))
+    return type(module), *((name, value if isinstance(value, plain) else id(value))
+                           for name, value in sorted(told.items()))  # fmt: skip
 
 
 def _is_norm(module: torch.nn.Module) -> bool:
@@ -80,6 +92,8 @@ def _is_gated(module: Any) -> bool:
         return False  # one may clamp what only some numbers reach
     if module._modules.keys() != GATED | {"act_fn"} or not type(module.act_fn).__name__.startswith("SiLU"):
         return False
+    if "forward" in module.act_fn.__dict__ or _hooked(module.act_fn):
+        return False
     return all(_is_layer(part) for part in map(module.get_submodule, GATED))
 
 
@@ -92,7 +106,7 @@ def _fits(module: torch.nn.Linear) -> bool:
     return (
         _plain(module.weight)
         and (bias is None or _plain(bias))
-        and module.in_features % LANES == 0
+        and module.in_features % forwards.LANES == 0
         and module.in_features > 0
         and not _hooked(module)
     )
@@ -108,21 +122,19 @@ def _hooked(module: torch.nn.Module) -> bool:
 
 
 def _epsilon(module: torch.nn.Module) -> Any:
-    for name in EPSILONS:
-        if isinstance(value := getattr(module, name, None), float):
-            return value
-    return None
+    """The name of the attribute that it is."""
+    return next((name for name in EPSILONS if type(getattr(module, name, None)) is float), None)
 
 
 def _same(module: torch.nn.Module, made: Callable[..., Any]) -> bool:
     """Whether it computes what its class does, of a few rows."""
-    width = next(module.parameters()).shape[-1]
-    numbers = torch.Generator().manual_seed(0)
+    width, attends = next(module.parameters()).shape[-1], hasattr(module, "head_dim")
+    numbers, on = torch.Generator().manual_seed(0), {"dtype": torch.float32, "device": "cpu"}
     with torch.no_grad():
-        for rows in TRIED_ROWS:
-            args = [torch.randn((1, rows, width), generator=numbers)]
-            if hasattr(module, "head_dim"):  # of attention: the angles' cosines and sines too
-                args.append(torch.randn((2, 1, rows, module.head_dim), generator=numbers).unbind())
+        for rows, size in product(TRIED_ROWS, TRIED_SIZES[:1] if attends else TRIED_SIZES):
+            args = [size * torch.randn((1, rows, width), generator=numbers, **on)]
+            if attends:  # the angles' cosines and sines too
+                args.append(torch.randn((2, 1, rows, module.head_dim), generator=numbers, **on).unbind())
             try:
                 wanted = _tensor(type(module).forward(module, *args))
             except Exception:  # it wants more than rows: none of these
