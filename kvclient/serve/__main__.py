@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import kvclient
-from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS
+from kvclient.blocks.chunker import CHUNKERS
+from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_BLOCK_TOKENS
 from kvclient.serve import listening, settings
 
 EXAMPLES = """examples:
@@ -31,7 +32,13 @@ EXAMPLES = """examples:
 Every flag can stand in the --config file too, or be set as KVCLIENT_SERVE_<NAME>, as
 KVCLIENT_SERVE_MAX_BATCH_SIZE=8.
 """
-MOST_DRAFT_TOKENS = 64
+REPAIRS = ("calibrated", "auto", "selective", "cacheblend", "attention", "none")
+BOUNDS = {  # of what is a number, the least and the most
+    "max_batch_size": (1, 1024), "max_queue": (1, 1 << 16), "max_batch_tokens": (16, 1 << 20),
+    "block_tokens": (16, MAX_BLOCK_TOKENS), "memory_tokens": (16, 1 << 32), "max_model_len": (1, 1 << 24),
+    "request_timeout": (0.01, 7 * 86400), "draft_tokens": (1, 64), "threads": (1, 1024),
+    "store": (1 << 20, 1 << 46), "sink_tokens": (0, 1 << 16),
+}  # fmt: skip
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -58,9 +65,12 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto: the accelerator torch has, or else the CPU; or as cuda:1")
     add("--dir", help="the daemon's directory (default: this host's)")
     add("--namespace", default="default", help="of the daemon (default: %(default)s)")
+    add("--quantization", choices=("auto", "awq"), default="auto", help="awq: refuse what is not AWQ")
     add("--store", type=size, help="without a daemon: memory for KV in this process, as 2GiB")
     add("--kv-codec", choices=("none", "int8", "int4"), default="none", help="how blocks hold KV")
-    add("--repair", default="calibrated", help="inside prompts: calibrated, auto or none")
+    add("--repair", choices=REPAIRS, default="calibrated", help="inside prompts (default: %(default)s)")
+    add("--sink-tokens", type=int, help="always computed anew at the start of what is repaired (default: 4)")
+    add("--chunker", choices=CHUNKERS, default="fixed", help="where prompts are cut (default: %(default)s)")
     add(
         "--block-tokens",
         type=int,
@@ -94,12 +104,11 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags over environment over file. Ends the process with 2 and the reason where one is wrong."""
     made = parser()
     chosen = settings.parse(made, "KVCLIENT_SERVE_", argv)
-    lowest = {"max_batch_size": 1, "max_queue": 1, "max_batch_tokens": 16, "block_tokens": 16}
-    for name, low in lowest.items():
-        if getattr(chosen, name) < low:
-            made.error(f"--{name.replace('_', '-')}={getattr(chosen, name)}; it must be {low} at least")
-    if not 1 <= chosen.draft_tokens <= MOST_DRAFT_TOKENS:
-        made.error(f"--draft-tokens={chosen.draft_tokens}; it must be 1 to {MOST_DRAFT_TOKENS}")
+    for name, (low, high) in BOUNDS.items():
+        if (value := getattr(chosen, name)) is not None and not low <= value <= high:
+            made.error(f"--{name.replace('_', '-')}={value}; it must be {low} to {high}")
+    if chosen.sink_tokens is not None and chosen.repair in ("calibrated", "none"):
+        made.error(f"--sink-tokens is of repairs, and --repair is {chosen.repair}")
     for origin in chosen.allow_origin:
         if not re.fullmatch(r"https?://[^/\s*]+", origin):
             made.error(f"--allow-origin={origin}; a scheme and a host are wanted, as https://chat.example")
@@ -147,10 +156,15 @@ def served(chosen: argparse.Namespace) -> Any:
     settings_of_store = {
         "repair": None if chosen.repair == "none" else chosen.repair,
         "block_tokens": chosen.block_tokens,
+        "chunker": chosen.chunker,
     }
+    if chosen.sink_tokens is not None:
+        settings_of_store["repair"] = kvclient.hf.Repair(chosen.repair, sink_tokens=chosen.sink_tokens)
     if chosen.kv_codec != "none":
         settings_of_store["codec"] = chosen.kv_codec
     dtype = chosen.dtype if chosen.dtype == "auto" else getattr(torch, chosen.dtype)
+    if chosen.quantization == "awq" and not _is_awq(chosen.model):
+        raise SystemExit(f"kvclient-serve: --quantization awq: {chosen.model} is no AWQ checkpoint")
     with client, _loaded(chosen.model, client, dtype, chosen.device, settings_of_store) as engine:
         config = engine.model.config.get_text_config(decoder=True)
         longest = int(getattr(config, "max_position_embeddings", 0) or 4096)
@@ -206,17 +220,25 @@ def _loaded(model: str, client: Any, dtype: Any, device: str, keywords: dict[str
     from kvclient.hf import Engine, awq
     from kvclient.hf.engine.loading import chosen_device
 
+    if _is_awq(model):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        directory = model if Path(model).is_dir() else huggingface_hub.snapshot_download(model)
+        packed = awq.from_pretrained(directory, None if dtype == "auto" else dtype)
+        return Engine(packed.to(chosen_device(device)), tokenizer, client, **keywords)
+    return Engine.from_pretrained(model, client, dtype=dtype, device=device, **keywords)
+
+
+def _is_awq(model: str) -> bool:
+    """Whether its configuration says so; a .gguf file has none."""
+    import transformers
+
     config = Path(model) / "config.json"
     if not Path(model).exists():  # a hub id: in the hub's cache, or fetched
         config = Path(transformers.utils.cached_file(model, "config.json"))
-    if config.is_file():
-        told = json.loads(config.read_text()).get("quantization_config") or {}
-        if str(told.get("quant_method")).lower() == "awq":
-            tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-            directory = model if Path(model).is_dir() else huggingface_hub.snapshot_download(model)
-            packed = awq.from_pretrained(directory, None if dtype == "auto" else dtype)
-            return Engine(packed.to(chosen_device(device)), tokenizer, client, **keywords)
-    return Engine.from_pretrained(model, client, dtype=dtype, device=device, **keywords)
+    if not config.is_file():
+        return False
+    told = json.loads(config.read_text()).get("quantization_config") or {}
+    return str(told.get("quant_method")).lower() == "awq"
 
 
 def first_token(asking: Any, text: str) -> float:

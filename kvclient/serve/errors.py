@@ -17,7 +17,7 @@ KINDS = {  # Anthropic's, by status
 
 
 class ApiError(Exception):
-    """Answered as {"error": {...}} under `status`. retry_after_s: for a full queue."""
+    """Answered as {"error": {...}} under `status`. retry_after_s: where another try may be answered."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,

@@ -3,12 +3,17 @@
 Method: real servers on a tiny model; what is reused shows what was stored, and under which terms.
 """
 
+import asyncio
 import json
 import shutil
+import types
 
 import pytest
 import transformers
 
+from kvclient.serve.engine.job import Failed
+from kvclient.serve.errors import ApiError
+from kvclient.serve.http.answers.run import RETRY_AFTER_S, Run
 from tests.hf.awq_checkpoint import write_checkpoint
 from tests.hf.zoo import build
 from tests.serve.conftest import Server
@@ -59,6 +64,32 @@ def test_a_prompt_beyond_the_memory_of_all_is_413_with_the_longest_that_fits(ser
     assert status == 413 and "fits has 90" in said["error"]["message"]
     assert said["error"]["code"] == "context_length_exceeded"
     assert small.post("/v1/completions", {"prompt": "x" * 50, "max_tokens": 10})[0] == 200
+
+
+def test_prompts_cut_at_sentences_and_repairs_of_other_sinks_are_served(server):
+    wanted = server("--store", "16MiB", "--repair", "none").chat(TEXT)["choices"][0]["message"]
+    flags = ["--chunker", "sentence", "--repair", "auto", "--sink-tokens", "8", "--block-tokens", "32"]
+    cut = server("--store", "16MiB", *flags)
+    assert cut.chat(TEXT)["choices"][0]["message"] == wanted
+    assert cached(cut, TEXT) > 32
+
+
+def test_a_server_that_ends_says_when_to_come_again():
+    class Ends:
+        loop = types.SimpleNamespace(submit=lambda job: None, cancel=lambda job: None)
+
+        def jobs(self, ask, salt, tell):
+            tell(0, Failed(503, "the server is ending"))
+            return [None]
+
+    async def heard():
+        with pytest.raises(ApiError) as told:
+            async for _ in Run(Ends(), [None], b"").events():
+                pass
+        return told.value
+
+    error = asyncio.run(heard())
+    assert error.status == 503 and error.retry_after_s == RETRY_AFTER_S
 
 
 def test_reasoning_comes_apart_from_the_answer_streamed_or_not(home, tmp_path, server):

@@ -1,13 +1,19 @@
-"""Proves where settings come from: a file, below the environment, below flags; each wrong one is named.
+"""Proves where settings come from: a file, below the environment, below flags; each wrong one is named, and
+docs/serving.md has them all, with every field of a request.
 
 Method: the command lines of the server and the router, with files and environments of every kind.
 """
 
 import json
+import re
 
 import pytest
 
-from kvclient.serve.__main__ import main, options
+from kvclient.hf.reuse.repair import METHODS
+from kvclient.serve.__main__ import BOUNDS, REPAIRS, main, options, parser, size
+from kvclient.serve.http import decisions, messages, responses, schema
+from kvclient.serve.route import command
+from tests.conftest import ROOT
 
 
 def test_a_file_is_below_the_environment_and_that_below_flags(tmp_path, monkeypatch):
@@ -35,6 +41,18 @@ def test_a_file_is_below_the_environment_and_that_below_flags(tmp_path, monkeypa
         ('listen-beyond-loopback = "perhaps"', "listen-beyond-loopback"),
         ("= 3", "config"),
         (None, "config"),
+        ("memory-tokens = 0", "memory-tokens"),
+        ("request-timeout = nan", "request-timeout"),
+        ("request-timeout = -1", "request-timeout"),
+        ("threads = -2", "threads"),
+        ("max-model-len = 0", "max-model-len"),
+        ("draft-tokens = 65", "draft-tokens"),
+        ('store = "1KiB"', "store"),
+        ('repair = "mend"', "repair"),
+        ('chunker = "word"', "chunker"),
+        ('quantization = "int3"', "quantization"),
+        ("sink-tokens = 8", "--repair is calibrated"),
+        ('sink-tokens = -1\nrepair = "auto"', "sink-tokens"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path, capsys, text, word):
@@ -44,6 +62,42 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, capsys, text, word):
     with pytest.raises(SystemExit) as ended:
         options(["m", "--config", str(file)])
     assert ended.value.code == 2 and word in capsys.readouterr().err
+
+
+def test_every_number_is_bounded_and_every_repair_is_one():
+    numbers = {a.dest for a in parser()._actions if a.type in (int, float, size)} - {"port"}
+    assert numbers == set(BOUNDS)
+    assert {*REPAIRS} == {"calibrated", *METHODS}
+
+
+@pytest.mark.parametrize("made", [parser, command.parser])
+def test_every_flag_is_documented(made):
+    text = (ROOT / "docs" / "serving.md").read_text()
+    flags = {flag for action in made()._actions for flag in action.option_strings if flag.startswith("--")}
+    missing = {flag for flag in flags - {"--help"} if not re.search(rf"{flag}(?![\w-])", text)}
+    assert not missing
+
+
+ASKED = (
+    schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
+    schema.WarmRequest, schema.CacheOptions, schema.WindowOptions, schema.StreamOptions,
+    schema.ResponseFormat, responses.ResponsesRequest, messages.Counted, messages.MessagesRequest,
+    decisions.DecisionRequest,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ASKED, ids=lambda kind: kind.__name__)
+def test_every_field_is_documented(kind):
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / "serving.md").read_text(), flags=re.S)
+    told = " ".join(re.findall(r"`([^`]+)`", text))
+    names = {field.alias or name for name, field in kind.model_fields.items()}
+    assert not {name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", told)}
+
+
+def test_awq_is_wanted_where_none_is(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="no AWQ checkpoint"):
+        main([str(tmp_path), "--quantization", "awq", "--store", "1MiB", "--port", "0"])
 
 
 def test_keys_are_never_printed(tmp_path, capsys):

@@ -90,7 +90,8 @@ class Run:
             else:
                 choice.finish = "error"
                 kind = "server_error" if event.status >= 500 else "invalid_request_error"
-                raise ApiError(event.status, event.message, kind)
+                again_s = RETRY_AFTER_S if event.status == 503 else None
+                raise ApiError(event.status, event.message, kind, retry_after_s=again_s)
             yield index, event
 
     async def whole(self, gone: Any) -> None:
