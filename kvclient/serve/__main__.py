@@ -135,7 +135,9 @@ def store_name(chosen: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def served(chosen: argparse.Namespace) -> Any:
-    """The Asking over a loaded model, until the block ends."""
+    """The Asking over a loaded model, until the block ends. Ends the process (SystemExit) where the model is
+    not what was wanted.
+    """
     import torch
     import transformers
 

@@ -65,7 +65,7 @@ def takes_product(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tens
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> bool:
-    """takes_product(), and nobody watches."""
+    """takes_product() of x [..., inputs], weight [outputs, inputs] and bias [outputs], and nobody watches."""
     return takes_product(x, weight, bias) and not is_watched()
 
 
