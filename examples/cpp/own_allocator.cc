@@ -134,6 +134,15 @@ void run(const char* directory) {
   {
     const auto blocks = client.get(keys, {.verify = true}).value();
     check_layers(blocks);
+    // Back into buffers of the allocator's, K and V apart as they were.
+    std::vector<kvstored::Buffer> places;
+    for (std::size_t i = 0; i < buffers.size(); ++i) places.push_back(allocator.take());
+    const auto loaded = region.load(blocks, shape, places).value();
+    expect(std::ranges::all_of(loaded, [](std::uint8_t r) { return r == KVS_LOADED; }), "all are loaded");
+    for (std::size_t i = 0; i < places.size(); ++i)
+      expect(std::ranges::all_of(region.memory().subspan(places[i].offset, kBufferBytes),
+                                 [&](std::byte b) { return b == content(i / (2 * kLayers), i / 2 % kLayers, i % 2); }),
+             "each buffer has its part");
   }
   expect(client.remove(std::span(keys).first(1)).value() == 1, "one is given back");
   const auto left = client.lookup(keys).value();
@@ -141,7 +150,7 @@ void run(const char* directory) {
   const auto missing = client.get(std::span(keys).first(1)).value();
   expect(!missing.hit(0) && !missing.layer(0, 0), "a miss is a value, an error has a text");
   std::cout << "error: " << missing.layer(0, 0).error().text << "\n";
-  std::cout << kBlocks << " blocks of " << kLayers << " layers: put, found, read, given back\n";
+  std::cout << kBlocks << " blocks of " << kLayers << " layers: put, found, read, loaded, given back\n";
   seal_in_place(client, layout_id);
 }
 

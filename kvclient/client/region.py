@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvclient import _core
-from kvclient.blocks.layout import LAYER_ALIGN, PAGE_BYTES, Geometry, round_up
+from kvclient.blocks.layout import Geometry
 from kvclient.checks import check_bounds, whole_seconds
+from kvclient.client.buffers import ALIGNMENT, AXES, MAX_PARTS, counts_of, elsewhere, in_order
 from kvclient.errors import (
     BlockLost,
     Closed,
@@ -35,9 +36,6 @@ from kvclient.errors import (
 if TYPE_CHECKING:
     from kvclient.client.client import KVClient
 
-AXES = ("layer", "kv", "part")
-ALIGNMENT = 64  # bytes; of offsets in a region
-MAX_PARTS = 1 << 16
 MAX_REGION_BYTES = 1 << 46
 
 
@@ -50,6 +48,15 @@ class Registered(NamedTuple):
     word: str
     reason: str = ""
     in_place: bool = False
+
+
+class Loaded(NamedTuple):
+    """What became of one block. word: "loaded"; "missing"; "pending", these layers of a followed block are
+    not all there; "corrupt", a checksum is wrong and the buffers hold no block; "lost", its writer ended or
+    the daemon asked it back; or "refused", and why: nothing was written."""
+
+    word: str
+    reason: str = ""
 
 
 @dataclass
@@ -114,13 +121,12 @@ class Region:
         until the others were registered; followers see them in order. Raises InvalidArgument for arguments
         of no shape, Closed, and what create raises.
         """
-        if os.getpid() != self._pid:
-            raise InvalidArgument(f"the region is of process {self._pid}, this is {os.getpid()}")
+        self._check_process()
         names = [bytes(key) for key in keys]
-        places = _in_order(buffers, axes, len(names))
+        places = in_order(buffers, axes, len(names))
         with self._lock:
             geometry = self._client._geometry(layout_id)
-            counts = _counts(token_counts, geometry, len(names))
+            counts = counts_of(token_counts, geometry, len(names))
             layers = range(layer_index, layer_index + places.shape[1])
             check_bounds("layer_index", layer_index, 0, geometry.num_layers - 1)
             check_bounds("the layers' end", layers.stop, 1, geometry.num_layers)
@@ -183,7 +189,7 @@ class Region:
                 why[i] = "only some of its layers were given"
             elif attachment != self._native.attachment:
                 why[i] = "the daemon is another one since the region was made"
-            elif not (why_not := _elsewhere(places[i], geometry, counts[i], self.length)):
+            elif not (why_not := elsewhere(places[i], geometry, counts[i], self.length)):
                 which.append(i)
             else:
                 why[i] = why_not
@@ -233,6 +239,32 @@ class Region:
         out[..., 0] += np.asarray(offsets, np.int64).reshape(-1, 1, 1, 1)
         return out
 
+    def load(
+        self, blocks: Any, buffers: Any, axes: Sequence[str] = AXES, layer_index: int = 0
+    ) -> list[Loaded]:
+        """Copies layers of what a get() pinned out to where `buffers` says, and compares their checksums.
+
+        blocks: what get() answered, followed ones too: of these what is there, Blocks.wait_layer() waits.
+        buffers, axes, layer_index: as for register(), one row for each block. Memory that is sealed, and what
+        another block of this call went to, is refused. A corrupt block leaves the index by get(verify=True).
+        Raises InvalidArgument for arguments of no shape, Closed, PinsExhausted.
+        """
+        self._check_process()
+        places = in_order(buffers, axes, len(blocks))
+        _, layers, kv, parts, _ = places.shape
+        check_bounds("layer_index", layer_index, 0, 2**31)
+        with self._lock:
+            _ = self.array
+            if not isinstance(blocks, _core.Blocks):  # what there is without a store
+                return [Loaded("missing")] * len(blocks)
+            flat = np.ascontiguousarray(places).view(np.uint64).reshape(-1)
+            said = self._native.load(blocks, layer_index, flat, layers, kv * parts)
+        return [Loaded(word, reason) for word, reason in said]
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidArgument(f"the region is of process {self._pid}, this is {os.getpid()}")
+
     def give_back(self, keys: Sequence[bytes]) -> list[str]:
         """Takes blocks that were sealed in place out of the store, one by one, and says of each: "taken", its
         memory is the allocator's; "held", somebody reads it, so ask again later; "gone", it was not sealed
@@ -240,8 +272,7 @@ class Region:
         Raises Unavailable without a daemon, InvalidArgument in a forked child.
         """
         _ = self.array
-        if os.getpid() != self._pid:
-            raise InvalidArgument(f"the region is of process {self._pid}, this is {os.getpid()}")
+        self._check_process()
         try:
             return list(self._native.give_back([bytes(key) for key in keys]))
         except (Unavailable, Detached) as error:
@@ -345,47 +376,3 @@ class Region:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
-
-
-def _elsewhere(place: np.ndarray, geometry: Geometry, tokens: int, length: int) -> str:
-    """Why a block with these buffers cannot be sealed where it is; "" if it can."""
-    base = int(place[0, 0, 0, 0])
-    if base % PAGE_BYTES:
-        return f"it begins at {base}, no multiple of {PAGE_BYTES}"
-    if base + geometry.length(tokens) > round_up(length, PAGE_BYTES):
-        return f"its {geometry.length(tokens)} bytes at {base} reach behind the region"
-    at = base
-    for layer, buffers in enumerate(place):
-        for offset, size in buffers.reshape(-1, 2).tolist():
-            if offset != at:
-                return f"a buffer of layer {layer} lies at {offset}; in place it would lie at {at}"
-            at += size
-        at = base + round_up(at - base, LAYER_ALIGN)
-    return ""
-
-
-def _in_order(buffers: Any, axes: Sequence[str], count: int) -> np.ndarray:
-    """[keys, layer, kv, part, 2] as int64. Raises InvalidArgument."""
-    if sorted(axes) != sorted(AXES):
-        raise InvalidArgument(f"axes={tuple(axes)!r}; it must be an order of {', '.join(AXES)}")
-    try:
-        places = np.asarray(buffers)
-    except ValueError as error:
-        raise InvalidArgument(f"buffers are of no one shape: {error}") from None
-    if places.ndim != 5 or places.shape[0] != count or places.shape[-1] != 2 or 0 in places.shape[1:]:
-        raise InvalidArgument(f"buffers of shape {places.shape}; it must be [{count} keys, …, …, …, 2]")
-    if places.dtype.kind not in "iu":
-        raise InvalidArgument(f"buffers of {places.dtype}; they must be integers")
-    if places.dtype == np.uint64:
-        places = np.minimum(places, np.uint64(np.iinfo(np.int64).max))  # out of every region either way
-    return places.astype(np.int64).transpose(0, *(1 + list(axes).index(axis) for axis in AXES), 4)
-
-
-def _counts(token_counts: Sequence[int] | None, geometry: Geometry, count: int) -> list[int]:
-    if token_counts is None:
-        return [geometry.block_tokens] * count
-    if len(token_counts) != count:
-        raise InvalidArgument(f"{len(token_counts)} token counts for {count} keys")
-    for tokens in token_counts:
-        check_bounds("token_counts", tokens, 1, geometry.block_tokens)
-    return list(token_counts)

@@ -1,5 +1,6 @@
 // kvs_region: memory for the caller's own allocator, and blocks published out of it (kvclient.client.region is its like).
-// kvs_region_put copies; kvs_region_seal seals a block where it lies, which is not to be written to until it was given back.
+// kvs_region_put copies out of it, kvs_region_load into it; kvs_region_seal seals a block where it lies, which is not to be
+// written to until it was given back.
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,7 +26,7 @@ struct Open {
 };
 
 // The buffers of one layer, in the order of its bytes.
-using Pieces = std::vector<kvs_buffer>;
+using Pieces = std::vector<Extent>;
 
 }  // namespace
 
@@ -83,31 +84,17 @@ std::vector<Pieces> by_layer(const kvs_buffer_shape& shape, const kvs_buffer* bu
   std::vector<Pieces> layers(size_of(shape, KVS_AXIS_LAYER));
   for (size_t layer = 0; layer < layers.size(); ++layer)
     for (size_t kv = 0; kv < size_of(shape, KVS_AXIS_KV); ++kv)
-      for (size_t part = 0; part < size_of(shape, KVS_AXIS_PART); ++part)
-        layers[layer].push_back(buffers[layer * step[KVS_AXIS_LAYER] + kv * step[KVS_AXIS_KV] + part * step[KVS_AXIS_PART]]);
+      for (size_t part = 0; part < size_of(shape, KVS_AXIS_PART); ++part) {
+        const kvs_buffer& at = buffers[layer * step[KVS_AXIS_LAYER] + kv * step[KVS_AXIS_KV] + part * step[KVS_AXIS_PART]];
+        layers[layer].push_back({at.offset, at.length});
+      }
   return layers;
-}
-
-std::string refusal_of_places(uint64_t length, std::vector<Pieces> layers) {
-  Pieces all;
-  for (const Pieces& pieces : layers) all.insert(all.end(), pieces.begin(), pieces.end());
-  for (const kvs_buffer& buffer : all) {
-    if (buffer.length < 1 || buffer.length > length || buffer.offset > length - buffer.length)
-      return std::to_string(buffer.length) + " bytes at " + std::to_string(buffer.offset) + " are not inside the region of " +
-             std::to_string(length);
-    if (buffer.offset % KVS_REGION_ALIGNMENT)
-      return "offset " + std::to_string(buffer.offset) + " is no multiple of " + std::to_string(KVS_REGION_ALIGNMENT);
-  }
-  std::sort(all.begin(), all.end(), [](const kvs_buffer& a, const kvs_buffer& b) { return a.offset < b.offset; });
-  for (size_t i = 1; i < all.size(); ++i)
-    if (all[i - 1].offset + all[i - 1].length > all[i].offset) return "two buffers of the block overlap";
-  return "";
 }
 
 std::string refusal_of_layers(const Layout& layout, uint32_t first, uint32_t tokens, const std::vector<Pieces>& layers) {
   for (size_t i = 0; i < layers.size(); ++i) {
     uint64_t have = 0;
-    for (const kvs_buffer& piece : layers[i]) have += piece.length;
+    for (const Extent& piece : layers[i]) have += piece.length;
     const uint32_t layer = first + static_cast<uint32_t>(i);
     if (const uint64_t want = layout.layer_bytes(layer, tokens); have != want)
       return "layer " + std::to_string(layer) + ": " + std::to_string(have) + " bytes in its buffers, " + std::to_string(want) +
@@ -135,7 +122,7 @@ bool copy_in(const kvs_region& region, Open& begun, uint32_t first, const std::v
       writer.copy_layer(begun.index, layer, region.memory.data() + layers[i][0].offset);
     } else {
       std::byte* to = writer.layer(begun.index, layer);
-      for (const kvs_buffer& piece : layers[i]) {
+      for (const Extent& piece : layers[i]) {
         std::memcpy(to, region.memory.data() + piece.offset, piece.length);
         to += piece.length;
       }
@@ -160,7 +147,9 @@ void refuse_items(kvs_region& region, const Put& put, uint8_t* results) {
   for (size_t i = 0; i < put.keys.size(); ++i) {
     std::string& why = region.refusals[i];
     if (!seen.insert(put.keys[i].words).second) why = "the key is twice in this call";
-    if (why.empty()) why = refusal_of_places(region.memory.length(), put.layers[i]);
+    Pieces all;
+    for (const Pieces& pieces : put.layers[i]) all.insert(all.end(), pieces.begin(), pieces.end());
+    if (why.empty()) why = region.memory.refusal(all);
     const auto begun = region.open.find(put.keys[i].words);
     if (why.empty() && begun != region.open.end())
       why = refusal_of_begun(begun->second, put.layout_id, put.tokens[i], put.first, put.layers[i].size());
@@ -288,6 +277,26 @@ kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count,
     refuse_items(*region, put, results);
     claim_items(*region, put, results);
     copy_items(*region, put, results);
+  });
+}
+
+kvs_status kvs_region_load(kvs_region* region, const kvs_blocks* blocks, const kvs_buffer_shape* shape, const kvs_buffer* buffers,
+                           uint32_t layer_index, uint8_t* results) {
+  return guarded("kvs_region_load", [&] {
+    need_own(region);
+    need(blocks, "blocks"), need(shape, "shape");
+    const size_t count = blocks->batch->size();
+    if (count) need(buffers, "buffers"), need(results, "results");
+    check_shape(*shape);
+    const std::lock_guard lock(region->mutex);
+    std::vector<std::vector<Pieces>> places;
+    for (size_t i = 0; i < count; ++i) places.push_back(by_layer(*shape, buffers + i * buffers_of(*shape)));
+    const std::vector<Region::Answer> answers = region->memory.load(*blocks->batch, layer_index, places);
+    region->refusals.clear();
+    for (size_t i = 0; i < count; ++i) {
+      results[i] = static_cast<uint8_t>(answers[i].word);
+      region->refusals.push_back(answers[i].why);
+    }
   });
 }
 

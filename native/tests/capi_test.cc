@@ -162,6 +162,17 @@ TEST(buffers_anywhere_from_two_threads_and_layers_one_after_the_other) {
         CHECK_EQ(int{said[0]}, int{layer + 1 == kLayers ? KVS_SEALED : KVS_OPEN});
       }
       CHECK(read(client, number));
+      // Back into the same memory, K and V of a layer far apart.
+      std::ranges::fill(region.memory().subspan(base, kLayers * kLayerBytes), std::byte{0});
+      std::vector<kvstored::Buffer> places;
+      for (std::uint64_t i = 0; i < 2 * kLayers; ++i)
+        places.push_back({base + (i % 2 * kLayers + i / 2) * (kLayerBytes / 2), kLayerBytes / 2});
+      const auto blocks = client.get(name).value();
+      CHECK_EQ(int{region.load(blocks, {{kLayers, 2, 1}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}}, places).value()[0]},
+               int{KVS_LOADED});
+      for (std::uint32_t i = 0; i < 2 * kLayers; ++i)
+        CHECK(std::ranges::all_of(region.memory().subspan(places[i].offset, kLayerBytes / 2),
+                                  [&](std::byte b) { return b == stamp(number, i / 2); }));
     }
   };
   std::thread first([&] { put(0); }), second([&] { put(1); });

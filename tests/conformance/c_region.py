@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from kvclient.client.region import AXES, Registered
+from kvclient.client.region import AXES, Loaded, Registered
 from kvclient.errors import InvalidArgument
 from kvclient.testing.in_memory_blocks import split_keys
 from tests.conformance.c_door import KNOWN, LIB, WRITTEN, CClient, Handle, Span, _packed, array_of, checked
 
 WORDS = ["sealed", "open", "exists", "pending", "no_space", "lost", "refused"]
+LOADED = ["loaded", "missing", "pending", "corrupt", "lost", "refused"]
 
 
 class Shape(c.Structure):
@@ -60,6 +61,24 @@ class CRegion:
             LIB.kvs_region_refusal(self._handle.pointer, c.c_size_t(i)).decode() for i in range(len(names))
         ]
         return [Registered(WORDS[word], reason) for word, reason in zip(results, reasons, strict=True)]
+
+    def load(
+        self, blocks: Any, buffers: Any, axes: Sequence[str] = AXES, layer_index: int = 0
+    ) -> list[Loaded]:
+        addresses = np.ascontiguousarray(buffers, np.uint64)
+        order = (c.c_uint32 * 3)(*(AXES.index(a) for a in axes))
+        shape = Shape((c.c_uint32 * 3)(*addresses.shape[1:4]), order)
+        results = (c.c_uint8 * len(blocks))()
+        checked(
+            LIB.kvs_region_load(
+                self._handle.pointer, blocks._handle.pointer, c.byref(shape),
+                addresses.ctypes.data_as(c.c_void_p), c.c_uint32(layer_index), results,
+            )
+        )  # fmt: skip
+        return [
+            Loaded(LOADED[word], LIB.kvs_region_refusal(self._handle.pointer, c.c_size_t(i)).decode())
+            for i, word in enumerate(results)
+        ]
 
     def seal(self, keys: Any, layout_id: int, offsets: Any, token_counts: Any = None) -> list[str]:
         names = split_keys(list(keys))

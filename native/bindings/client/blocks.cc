@@ -12,7 +12,6 @@
 #include "bindings/client/errors.h"
 #include "bindings/client/store.h"
 #include "bindings/without_gil.h"
-#include "core/base/checksum.h"
 #include "core/base/copy.h"
 #include "core/base/error.h"
 #include "core/format/meta.h"
@@ -23,10 +22,6 @@ namespace kv {
 namespace {
 
 constexpr uint64_t kReleaseBytes = 1 << 20;  // copies from here on let other threads run
-
-struct Blocks {
-  std::shared_ptr<BlockBatch> batch;
-};
 
 // Keeps the Blocks it came from: a count under the GIL is cheaper than a shared pointer's, a hundred times a get.
 struct BlockView {
@@ -156,27 +151,6 @@ nb::object layers_of(nb::handle_t<Blocks> self, long long number, std::optional<
   return out;
 }
 
-// What stands behind a sealed block for that layer; nothing where it was sealed without, or is still written.
-std::optional<uint32_t> checksum_of(BlockBatch& batch, size_t i, uint32_t layer) {
-  const BlockBatch::Item& item = batch.item(i);
-  const uint8_t flags = item.at.control.flags() | batch.attachment().index.control(item.at.record).flags();
-  if (!batch.sealed(i) || !(flags & kFlagChecksummed)) return std::nullopt;
-  return reinterpret_cast<const uint32_t*>(batch.bytes(i) + item.layout->checksums_offset(item.at.shape.tokens))[layer];
-}
-
-constexpr uint64_t kTileBytes = 16 << 10;  // of the first cache, with room for where it goes
-
-// A copy for a reader who needs the bytes next: they stay in the caches, and pass by once for their checksum too.
-bool copy_if_right(uint8_t* to, const std::byte* from, uint64_t length, uint32_t checksum) {
-  uint32_t crc = 0;
-  for (uint64_t done = 0; done < length; done += kTileBytes) {
-    const uint64_t tile = std::min(kTileBytes, length - done);
-    crc = crc32c(from + done, tile, crc);
-    std::memcpy(to + done, from + done, tile);
-  }
-  return crc == checksum;
-}
-
 // One layer of several blocks into rows of the caller's memory, without an object for each. With verify, the places in
 // `indices` of those whose bytes are not what their checksum says.
 std::vector<size_t> copy_layer(nb::handle_t<Blocks> self, long long number, nb::handle target, nb::handle indices,
@@ -203,7 +177,7 @@ std::vector<size_t> copy_layer(nb::handle_t<Blocks> self, long long number, nb::
     const BlockView block{nb::borrow(self), blocks.batch, index};
     held.push_back(block.layer(number));
     const uint64_t length = held.back().length;
-    const std::optional<uint32_t> checksum = verify ? checksum_of(batch, index, static_cast<uint32_t>(number)) : std::nullopt;
+    const std::optional<uint32_t> checksum = verify ? batch.checksum(index, static_cast<uint32_t>(number)) : std::nullopt;
     rows.push_back({places.row(bytes, i, length), held.back().data, length, checksum});
     total += length;
   }
@@ -213,7 +187,7 @@ std::vector<size_t> copy_layer(nb::handle_t<Blocks> self, long long number, nb::
       const Row& row = rows[i];
       if (!row.checksum)
         copy_stream(row.to, row.from, row.length);
-      else if (!copy_if_right(row.to, row.from, row.length, *row.checksum))
+      else if (copy_and_sum(row.to, row.from, row.length) != *row.checksum)
         wrong.push_back(i);
     }
   };

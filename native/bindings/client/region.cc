@@ -1,4 +1,5 @@
 // Region: a client's own memory in the pool, and the blocks sealed where they lie in it.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -38,6 +39,29 @@ std::vector<std::string> seal(const Held& held, uint32_t layout, nb::handle keys
   return out;
 }
 
+// `places`: [blocks, layers, buffers, 2] as uint64. Of each block a word and why.
+std::vector<std::pair<std::string, std::string>> load(const Held& held, const Blocks& blocks, long long first, nb::handle places,
+                                                      size_t layers, size_t buffers) {
+  const Integers<uint64_t> numbers = integers<uint64_t>(places, "buffers");
+  const size_t count = blocks.batch->size();
+  if (first < 0 || first > UINT32_MAX || numbers.size != count * layers * buffers * 2)
+    raise("InvalidArgument", std::to_string(numbers.size) + " numbers for " + std::to_string(count) + " blocks");
+  std::vector<Region::Answer> answers;
+  {
+    const WithoutGil released;
+    std::vector<Region::Buffers> each(count, Region::Buffers(layers, std::vector<Extent>(buffers)));
+    const uint64_t* next = numbers.data;
+    for (Region::Buffers& block : each)
+      for (std::vector<Extent>& layer : block)
+        for (Extent& at : layer) at = {next[0], next[1]}, next += 2;
+    answers = held.region->load(*blocks.batch, static_cast<uint32_t>(first), each);
+  }
+  static const char* const kWords[] = {"loaded", "missing", "pending", "corrupt", "lost", "refused"};
+  std::vector<std::pair<std::string, std::string>> out;
+  for (Region::Answer& answer : answers) out.emplace_back(kWords[static_cast<size_t>(answer.word)], std::move(answer.why));
+  return out;
+}
+
 std::vector<std::string> give_back(const Held& held, nb::handle keys) {
   const KeysArgument names(keys);
   std::vector<Back> answers;
@@ -69,6 +93,8 @@ void bind_region(nb::module_& m) {
       .def("seal", seal, nb::arg("layout_id"), nb::arg("keys").none(), nb::arg("offsets"), nb::arg("token_counts"),
            nb::arg("priority"), nb::arg("ttl_s"),
            "Seals blocks where they lie; a word per key: \"sealed\", \"exists\", \"pending\", or \"no_space\": not here.")
+      .def("load", load, nb::arg("blocks"), nb::arg("layer_index"), nb::arg("places"), nb::arg("layers"), nb::arg("buffers"),
+           "Copies layers of the blocks out to [blocks, layers, buffers, 2] places; of each block a word and why.")
       .def("give_back", give_back, nb::arg("keys").none(), "A word per key: \"taken\", \"held\" or \"gone\".")
       .def(
           "is_sealed", [](const Held& h, uint64_t offset, uint64_t length) { return h.region->is_sealed(offset, length); },

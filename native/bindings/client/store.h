@@ -26,6 +26,11 @@ class KeysArgument {
   const Chain* chain_ = nullptr;
 };
 
+// What a get answered.
+struct Blocks {
+  std::shared_ptr<BlockBatch> batch;
+};
+
 // Calls wait(deadline) without the GIL in slices, so that Ctrl-C works. `wait` throws DeadlineExceeded or returns when done.
 void wait_with_signals(double timeout_s, const std::function<void(const timespec&)>& wait);
 

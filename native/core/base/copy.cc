@@ -41,6 +41,18 @@ uint32_t copy_crc32c(void* dst, const void* src, size_t n) {
   return crc32c_stream(to, from, n, crc);
 }
 
+uint32_t copy_and_sum(void* dst, const void* src, size_t n, uint32_t crc) {
+  constexpr size_t kTile = 16 << 10;  // of the first cache, with room for where it goes
+  auto* to = static_cast<uint8_t*>(dst);
+  const auto* from = static_cast<const uint8_t*>(src);
+  for (size_t done = 0; done < n; done += kTile) {
+    const size_t tile = std::min(kTile, n - done);
+    crc = crc32c(from + done, tile, crc);
+    std::memcpy(to + done, from + done, tile);
+  }
+  return crc;
+}
+
 void copy_stream(void* dst, const void* src, size_t n) {
   auto* to = static_cast<uint8_t*>(dst);
   const auto* from = static_cast<const uint8_t*>(src);

@@ -10,6 +10,9 @@ namespace kv {
 // memcpy that returns the CRC32C of the bytes. Fastest where dst is a multiple of 64.
 uint32_t copy_crc32c(void* dst, const void* src, size_t n);
 
+// The same for who reads the copy next: it stays in the caches. `crc`: of what came before, as of crc32c().
+uint32_t copy_and_sum(void* dst, const void* src, size_t n, uint32_t crc = 0);
+
 // memcpy with non-temporal stores for long copies.
 void copy_stream(void* dst, const void* src, size_t n);
 

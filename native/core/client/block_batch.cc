@@ -110,6 +110,13 @@ void BlockBatch::wait_layer(size_t i, uint32_t layer, const timespec& deadline) 
   }
 }
 
+std::optional<uint32_t> BlockBatch::checksum(size_t i, uint32_t layer) const {
+  const Item& item = items_[i];
+  const uint8_t flags = item.at.control.flags() | attachment_->index.control(item.at.record).flags();
+  if (!sealed(i) || !(flags & kFlagChecksummed)) return std::nullopt;
+  return reinterpret_cast<const uint32_t*>(bytes(i) + item.layout->checksums_offset(item.at.shape.tokens))[layer];
+}
+
 bool BlockBatch::verify(size_t i) const {
   const Item& item = items_[i];
   // A block that goes while it is pinned loses the flag; one that is followed gets it at its seal.

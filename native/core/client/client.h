@@ -56,6 +56,8 @@ class BlockBatch {
   bool lost(size_t i) const;  // its writer gave it up, or it is gone, before it was sealed
   // Waits until `layer` of block i is there. Throws BlockLost, DeadlineExceeded, InvalidArgument.
   void wait_layer(size_t i, uint32_t layer, const timespec& deadline) const;
+  // What stands behind block i for that layer; nothing where it was sealed without, or is still written.
+  std::optional<uint32_t> checksum(size_t i, uint32_t layer) const;
   // Compares the layers with the checksums behind them. True if there are none to compare with.
   bool verify(size_t i) const;
 

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <string>
 
 #include "core/base/atomics.h"
 #include "core/base/checksum.h"
+#include "core/base/copy.h"
 #include "core/base/error.h"
 
 namespace kv {
@@ -169,6 +171,91 @@ std::vector<Grant> Region::seal(uint32_t layout_id, std::span<const Wanted> bloc
     pin(fresh);
   }
   return out;
+}
+
+std::string Region::refusal(std::span<const Extent> buffers) const {
+  for (const Extent& at : buffers) {
+    if (at.length < 1 || at.length > length_ || at.offset > length_ - at.length)
+      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are not inside the region of " +
+             std::to_string(length_);
+    if (at.offset % kBufferAlign)
+      return "offset " + std::to_string(at.offset) + " is no multiple of " + std::to_string(kBufferAlign);
+  }
+  std::vector<Extent> all(buffers.begin(), buffers.end());
+  std::sort(all.begin(), all.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < all.size(); ++i)
+    if (all[i - 1].offset + all[i - 1].length > all[i].offset) return "two buffers of the block overlap";
+  return "";
+}
+
+std::string Region::refusal_to_load(const BlockBatch::Item& item, uint32_t first, const Buffers& layers, Runs& filled) const {
+  const uint64_t stop = uint64_t{first} + layers.size();
+  if (stop > item.layout->num_layers())
+    return "layers up to " + std::to_string(stop) + "; the block has " + std::to_string(item.layout->num_layers());
+  std::vector<Extent> all;
+  for (const std::vector<Extent>& buffers : layers) all.insert(all.end(), buffers.begin(), buffers.end());
+  if (std::string why = refusal(all); !why.empty()) return why;
+  for (const Extent& at : all)
+    if (touches(runs_, at.offset, at.length) || touches(filled, at.offset, at.length))
+      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are of a block that is " +
+             (touches(runs_, at.offset, at.length) ? "sealed there" : "loaded there in this call");
+  for (size_t i = 0; i < layers.size(); ++i) {
+    uint64_t have = 0;
+    for (const Extent& at : layers[i]) have += at.length;
+    const uint32_t layer = first + static_cast<uint32_t>(i);
+    if (const uint64_t want = item.layout->layer_bytes(layer, item.at.shape.tokens); have != want)
+      return "layer " + std::to_string(layer) + ": " + std::to_string(have) + " bytes in its buffers, " + std::to_string(want) +
+             " in the block";
+  }
+  for (const Extent& at : all) filled.emplace(at.offset, at.offset + at.length);
+  return "";
+}
+
+std::vector<Region::Answer> Region::load(BlockBatch& batch, uint32_t first, std::span<const Buffers> blocks) {
+  const std::lock_guard lock(mutex_);  // nothing is sealed or given back meanwhile
+  if (closed_) throw Error(Code::Closed, "the region was given back");
+  if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
+  std::vector<Answer> out;
+  Runs filled;
+  for (size_t i = 0; i < blocks.size(); ++i) out.push_back(load_one(batch, i, first, blocks[i], filled));
+  return out;
+}
+
+Region::Answer Region::load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled) {
+  const BlockBatch::Item& item = batch.item(i);
+  if (item.state == ItemState::Exhausted) throw Error(Code::PinsExhausted, batch.attachment().exhausted());
+  if (item.state != ItemState::Hit) return {Loaded::Missing, ""};
+  if (std::string why = refusal_to_load(item, first, layers, filled); !why.empty()) return {Loaded::Refused, std::move(why)};
+  try {
+    batch.hold(i);
+  } catch (const Error& error) {
+    if (error.code != Code::BlockLost) throw;
+    return {Loaded::Lost, error.what()};
+  }
+  struct Held {
+    BlockBatch& batch;
+    size_t i;
+    ~Held() { batch.let_go(i); }
+  } const held{batch, i};
+  const uint32_t ready = batch.layers_ready(i);
+  if (ready < first + layers.size()) {
+    if (batch.lost(i)) return {Loaded::Lost, "the block's writer ended before it was whole"};
+    return {Loaded::Pending, "of the followed block " + std::to_string(ready) + " layers are there"};
+  }
+  for (uint32_t layer = first; layer < first + layers.size(); ++layer) {
+    const std::byte* from = batch.bytes(i) + item.layout->layer_offset(layer, item.at.shape.tokens);
+    const std::optional<uint32_t> expected = batch.checksum(i, layer);
+    uint32_t sum = 0;
+    for (const Extent& at : layers[layer - first]) {
+      if (expected)
+        sum = copy_and_sum(data() + at.offset, from, at.length, sum);
+      else
+        copy_stream(data() + at.offset, from, at.length);
+      from += at.length;
+    }
+    if (expected && sum != *expected) return {Loaded::Corrupt, "layer " + std::to_string(layer) + " has a wrong checksum"};
+  }
+  return {Loaded::Yes, ""};
 }
 
 std::vector<Back> Region::give_back(std::span<const Key> keys) {

@@ -2,13 +2,15 @@
 // Thread-safe; nothing here knows Python.
 //
 // Each sealed block holds a pin of this session's, so that it is not evicted while the region has it; given back, its memory is
-// the allocator's again. Invariant: `parts_` are the unsealed parts, as the daemon last answered.
+// the allocator's again. Blocks are loaded into buffers anywhere in it, but for what is sealed there. Invariant: `parts_` are the
+// unsealed parts, as the daemon last answered.
 #pragma once
 
 #include <map>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/client/client.h"
@@ -26,6 +28,14 @@ class Region {
   uint64_t length() const { return length_; }
   uint64_t attachment() const { return attachment_->number(); }
 
+  static constexpr uint64_t kBufferAlign = 64;
+  enum class Loaded : uint8_t { Yes, Missing, Pending, Corrupt, Lost, Refused };
+  struct Answer {
+    Loaded word;
+    std::string why;
+  };
+  using Buffers = std::vector<std::vector<Extent>>;  // of one block: [layer][buffer]
+
   struct Wanted {
     Key key;
     uint64_t offset;  // in the region, a multiple of a page
@@ -38,7 +48,12 @@ class Region {
   // Afterwards nobody finds them; Taken: the memory is the allocator's. Held: ask again later. Gone: it will not be.
   std::vector<Back> give_back(std::span<const Key> keys);
   bool is_sealed(uint64_t offset, uint64_t length);  // is any byte of it in a sealed block?
-  void close();                                      // what is sealed stays, and is evicted as any other block. Idempotent
+  // Why these buffers of a block cannot be: not inside, not on multiples of kBufferAlign, or overlapping; "" if they can.
+  std::string refusal(std::span<const Extent> buffers) const;
+  // Copies layers of the batch's blocks, from `first` on, out to their buffers, [block][layer][buffer], and compares each with
+  // its checksum. Of one that is Corrupt the buffers hold no block. Throws Closed, Detached in a forked child, PinsExhausted.
+  std::vector<Answer> load(BlockBatch& batch, uint32_t first, std::span<const Buffers> blocks);
+  void close();  // what is sealed stays, and is evicted as any other block. Idempotent
 
  private:
   struct Sealed {
@@ -49,6 +64,9 @@ class Region {
   struct KeyLess {
     bool operator()(const Key& a, const Key& b) const { return a.words < b.words; }
   };
+  using Runs = std::map<uint64_t, uint64_t>;  // offset to end
+  std::string refusal_to_load(const BlockBatch::Item& item, uint32_t first, const Buffers& layers, Runs& filled) const;
+  Answer load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled);
   void finish(const Layout& layout, const Wanted& block);
   void follow(const protocol::RegionItem& change);
   void pin(const std::vector<std::pair<Key, Sealed>>& fresh);
@@ -60,7 +78,7 @@ class Region {
   std::mutex mutex_;
   std::vector<Handle> parts_;
   std::map<Key, Sealed, KeyLess> sealed_;
-  std::map<uint64_t, uint64_t> runs_;  // of the sealed ones: offset to end
+  Runs runs_;  // of the sealed ones
   bool closed_ = false, counted_ = false;
 };
 

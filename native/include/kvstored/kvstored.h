@@ -219,7 +219,20 @@ kvs_status kvs_region_memory(kvs_region* region, kvs_span* bytes);
 kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id,
                           const kvs_buffer_shape* shape, const kvs_buffer* buffers, uint32_t layer_index,
                           const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
-/* Why item i of the last kvs_region_put was refused; "" if it was not. Valid until the region's next call. */
+/* The other way: copies the layers of what a kvs_get pinned, from layer_index on, out to their buffers, laid down as above, and
+ * compares each with its checksum. results[0..kvs_blocks_count): a kvs_loaded each. Waits for no layer: of a followed block only
+ * what is there. Calls of several threads run one after the other. Waits for nothing. */
+typedef enum kvs_loaded {
+  KVS_LOADED = 0,
+  KVS_LOAD_MISSING = 1, /* it was not found */
+  KVS_LOAD_PENDING = 2, /* of a followed block: these layers are not all there */
+  KVS_LOAD_CORRUPT = 3, /* a checksum is wrong, and the buffers hold no block; a kvs_get with KVS_VERIFY takes it out */
+  KVS_LOAD_LOST = 4,    /* its writer ended, or the daemon asked it back */
+  KVS_LOAD_REFUSED = 5  /* kvs_region_refusal says why; nothing was written */
+} kvs_loaded;
+kvs_status kvs_region_load(kvs_region* region, const kvs_blocks* blocks, const kvs_buffer_shape* shape, const kvs_buffer* buffers,
+                           uint32_t layer_index, uint8_t* results);
+/* Why item i of the last kvs_region_put or kvs_region_load was not done; "" if it was. Valid until the region's next call. */
 const char* kvs_region_refusal(const kvs_region* region, size_t i);
 /* Seals blocks where they lie: block i begins offsets[i] bytes into the region, a multiple of 4096, and has kvs_block_bytes()
  * there, its layers where kvs_block_layer() says. What stands between and behind the layers is written here. Nothing may write

@@ -202,6 +202,18 @@ class Region {
     if (status != KVS_OK) return detail::last(status);
     return results;
   }
+  // A kvs_loaded for each of what a get pinned; buffers as for put().
+  Result<std::vector<std::uint8_t>> load(const Blocks& blocks, const BufferShape& shape, std::span<const Buffer> buffers,
+                                         std::uint32_t layer_index = 0) {
+    const std::size_t each = std::size_t{shape.sizes[0]} * shape.sizes[1] * shape.sizes[2];
+    if (buffers.size() != each * blocks.size())
+      return Error{KVS_INVALID_ARGUMENT, std::to_string(buffers.size()) + " buffers for " + std::to_string(blocks.size()) +
+                                             " blocks of " + std::to_string(each)};
+    std::vector<std::uint8_t> results(blocks.size());
+    const kvs_status status = kvs_region_load(get(), blocks.get(), &shape, buffers.data(), layer_index, results.data());
+    if (status != KVS_OK) return detail::last(status);
+    return results;
+  }
   // Blocks that lie at these offsets as kvs_block_layer() says, sealed there: a kvs_registered each.
   Result<std::vector<std::uint8_t>> seal(std::span<const Key> keys, std::uint32_t layout_id,
                                          std::span<const std::uint64_t> offsets, const PutOptions& options = {}) {

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 EXAMPLE = ROOT / "examples" / "cpp"
 CMAKE = ROOT / ".venv" / "bin" / "cmake"
 SAID = (
-    "8 blocks of 4 layers: put, found, read, given back\n"
+    "8 blocks of 4 layers: put, found, read, loaded, given back\n"
     "8 blocks sealed where they lie, read, and their slots taken back"
 )
 
