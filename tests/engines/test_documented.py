@@ -1,18 +1,18 @@
 """Goal: what docs/engines.md tells a user of an engine to copy is what the engine takes.
 
 Method: the page's own commands, with this daemon's directory and this model in them, through vLLM's command
-line into engines that hit, and through SGLang's and LMCache's own parsers and factories.
+line into engines that hit, through LMCache's command line, and through SGLang's own parser of the backend's
+configuration; both end in their own factories.
 """
 
-import json
 import subprocess
 
 import pytest
 
 from tests.engines.conftest import ROOT, python_of, run_scene
-from tests.engines.documented import arguments, lines
+from tests.engines.documented import arguments, lines, words_behind
 from tests.engines.lmcache.test_lmcache import environment
-from tests.engines.sglang.sglang_package import HostPool, load
+from tests.engines.sglang.sglang_package import HOME, HostPool, load
 from tests.engines.sglang.test_sglang import config, hashes
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -22,6 +22,15 @@ def test_vllm(daemon, tiny_model):
     kvstored = daemon()
     words = ["tests.engines.vllm.vllm_documented_scene", str(kvstored.dir), tiny_model(0)]
     run_scene(kvstored, words, 800.0)
+
+
+def test_sglang_knows_the_flags():
+    """As its sources list them: its command line wants a GPU's packages."""
+    load()
+    fields = (HOME / "srt/arg_groups/field_order.py").read_text()
+    flags = [word for word in words_behind("python -m sglang.launch_server") if word.startswith("--")]
+    assert len(flags) > 4
+    assert [flag for flag in flags if f'"{flag[2:].replace("-", "_")}"' not in fields] == []
 
 
 def test_sglang(daemon, tiny_model):
@@ -46,12 +55,18 @@ def test_sglang(daemon, tiny_model):
 
 
 LMCACHE = """
-import argparse, json, sys
+import argparse, sys
+from lmcache.cli.commands.server import ServerCommand
+from lmcache.v1.distributed.config import parse_args_to_config
 from lmcache.v1.distributed.internal_api import L1MemoryDesc
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
-from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
-config = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[sys.argv[1]]))
-adapter = create_l2_adapter(config.adapters[0], l1_memory_desc=L1MemoryDesc(ptr=0, size=0, align_bytes=4))
+from lmcache.v1.multiprocess.config import parse_args_to_http_frontend_config, parse_args_to_mp_server_config
+parser = argparse.ArgumentParser()
+ServerCommand().add_arguments(parser)
+said = parser.parse_args(sys.argv[1:])
+parse_args_to_http_frontend_config(said), parse_args_to_mp_server_config(said)
+(config,) = parse_args_to_config(said).l2_adapter_config.adapters
+adapter = create_l2_adapter(config, l1_memory_desc=L1MemoryDesc(ptr=0, size=0, align_bytes=4))
 print(type(adapter).__name__)
 adapter.close()
 """
@@ -60,9 +75,8 @@ adapter.close()
 def test_lmcache(daemon, tiny_model, tmp_path):
     kvstored, env = daemon(), environment()
     places = {"/run/kvstored": str(kvstored.dir), "/models/model": tiny_model(0)}
-    (adapter,) = arguments("--l2-adapter", **places)
     done = subprocess.run(
-        [python_of("vllm"), "-c", LMCACHE, json.dumps(adapter)],
+        [python_of("vllm"), "-c", LMCACHE, *words_behind("lmcache server", **places)],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert "KvstoredL2Adapter" in done.stdout, done.stderr[-3000:]

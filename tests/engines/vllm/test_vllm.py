@@ -188,15 +188,17 @@ def daemon_blocks(store):
         return client.stats()["blocks"]
 
 
+TWO_RANKS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+}
+
+
 def test_two_ranks(daemon, vllm, tiny_model):
     """Each rank stores its own part, and a block is there only if all have it."""
-    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    store, model, env = {"dir": str(daemon().dir)}, tiny_model(0), TWO_RANKS
     two = {"model": model, "store": store, "llm": {"tensor_parallel_size": 2}}
-    env = {
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-    }
     (first,) = vllm(two, env=env)
     (cold,) = first.generate(PROMPT)
     blocks = daemon_blocks(store)

@@ -130,6 +130,7 @@ def main():
     from tests.engines.vllm.vllm_process import ARMED as armed  # vLLM's copy of this module, not __main__
 
     torch.set_num_threads(1)
+    os.setpgid(0, 0)
     try:
         llm = engine(json.loads(sys.stdin.readline()))
     except Exception as error:

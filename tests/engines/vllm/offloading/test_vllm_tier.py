@@ -9,10 +9,10 @@ import pytest
 
 from tests.engines.conftest import run_scene
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("scene", ["tier", "spec"])
 def test_bytes_parts_identity_events_and_harm(daemon, scene):
     kvstored = daemon()
-    run_scene(kvstored, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(kvstored.dir)], 400.0)
+    run_scene(kvstored, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(kvstored.dir)], 800.0)
