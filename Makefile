@@ -141,7 +141,7 @@ releases: model ## kvclient.hf under the oldest and the newest transformers 5 (d
 
 engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store (installs 2.7 GB beside the checkout, once)
 	@PYTHON="$(PYTHON)" .ci/engines
-	@$(PY) -m pytest -q -m engines tests/engines tests/serve/test_clients.py
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m engines tests/engines tests/serve/test_clients.py
 
 cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in network namespaces (downloads 60 MB beside the checkout, once)
 	@.ci/cluster

@@ -1,6 +1,6 @@
 """`python -m bench.engines`: vLLM on a CPU with the store beside its own prefix cache; what look-ups cost.
 
-    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|ttft|hit|cost] [--ours]
+    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|l2|ttft|hit|cost] [--ours]
         [--json FILE]
 
 Installs nothing: the environments are those of `make engines`, and what is not there is said. Half an hour on
@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from bench.engines.l2 import beside
 from bench.engines.processes import CACHE, Told, python_of, say
 from bench.engines.ttft import BLOCK, Run, expect, ours, prompts, summary
 from bench.machine import describe, sentence
@@ -24,6 +25,7 @@ from bench.reuse_ttft import daemon
 from tests.engines.conftest import TINY
 
 LOOK_UPS = 400
+L2_TURNS = 3
 COST_ROUNDS = {"tiny": 40, "smollm2": 5}
 HIT_ROUNDS = {"tiny": 40, "smollm2": 9}
 
@@ -123,6 +125,13 @@ def table(result: dict) -> str:
             f"| {name} | {us['least_us']:.0f} µs | {us['middle_us']:.0f} |" for name, us in looks.items()
         ]
         lines.append("")
+    if rows := result.get("l2"):
+        lines += ["| `lmcache bench l2` | ours | fs_native | times |", "|---|---|---|---|"]
+        lines += [
+            f"| {what} | {row['ours_ms']:.2f} ms | {row['fs_native_ms']:.2f} | {row['ratio']:.2f} |"
+            for what, row in rows.items()
+        ]
+        lines.append("")
     for model in ("tiny", "smollm2"):
         if hit := result.get(f"{model}, hit"):
             lines += [
@@ -153,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", default="tiny,smollm2", metavar="LIST")
-    parser.add_argument("--only", choices=("lookups", "ttft", "hit", "cost"))
+    parser.add_argument("--only", choices=("lookups", "l2", "ttft", "hit", "cost"))
     parser.add_argument("--ours", action="store_true", help="without vLLM's OffloadingConnector and LMCache")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
@@ -164,6 +173,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvbench-engines-") as home:
         if chosen.only in (None, "lookups"):
             result["look-ups"] = look_ups(Path(home))
+        if chosen.only in (None, "l2"):
+            with daemon("4GiB") as directory:
+                result["l2"] = beside(directory, Path(home), L2_TURNS)
         for name in chosen.models.split(","):
             if chosen.only in (None, "ttft"):
                 result[name] = first_tokens(name, chosen.rounds, Path(home), not chosen.ours)

@@ -7,7 +7,7 @@ Method: as test_vllm.py, with the spec instead of the connector.
 import pytest
 
 from tests.engines.pool_bytes import first_block_bytes, flip_in_pool
-from tests.engines.vllm.test_vllm import FULL_BLOCKS, OTHER, PROMPT, same
+from tests.engines.vllm.test_vllm import FULL_BLOCKS, OTHER, PROMPT, TWO_RANKS, same
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -30,6 +30,24 @@ def test_another_engine_hits_and_answers_the_same(daemon, vllm, tiny_model, chun
     (again,) = first.generate(longer)
     assert went_on["cached"] >= FULL_BLOCKS
     same(went_on, again)
+
+
+def test_two_ranks(daemon, vllm, tiny_model, wait_until):
+    """Each rank stores its own part, and a block whose part of one rank is gone is no hit."""
+    kvstored = daemon()
+    spec = {"dir": str(kvstored.dir)}
+    two = {"model": tiny_model(0), "spec": spec, "llm": {"tensor_parallel_size": 2}}
+    (first,) = vllm(two, env=TWO_RANKS)
+    (cold,) = first.generate(PROMPT)
+    first.generate(OTHER[:8])  # a step in which the stores end
+    client = kvstored.connect()
+    wait_until(lambda: client.stats()["blocks"] == 2 * (FULL_BLOCKS // 32), "both ranks have stored theirs")
+    first.end()
+    (second,) = vllm(two, env=TWO_RANKS)
+    (warm,) = second.generate(PROMPT)
+    assert (cold["cached"], warm["cached"]) == (0, FULL_BLOCKS)
+    same(warm, cold)
+    wait_until(lambda: client.stats()["pins"] == 0, "what was loaded is held no more")
 
 
 def test_a_killed_daemon_and_a_corrupt_block(daemon, vllm, tiny_model):
