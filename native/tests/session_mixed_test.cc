@@ -34,6 +34,33 @@ TEST(a_batch_is_not_waited_for_in_another_pool) {
   CHECK_EQ(empty.stats().pins, 0u);
 }
 
+// Fails if who waits for a block of this host waits for the end of a load only: here none ever ends.
+TEST(a_wait_ends_when_the_writer_gives_up) {
+  Daemon daemon;
+  auto writer = daemon.client(), reader = daemon.client();
+  for (uint64_t i = 0; i < 20; ++i) {
+    const Key k = key(i);
+    auto grants = create(*writer, {&k, 1});
+    auto batch = get(*reader, k);
+    std::atomic<bool> began{false}, over{false};
+    std::thread waits([&] {
+      began = true;
+      reader->await(*batch, {&k, 1}, false, deadline_in(600));
+      over = true;
+    });
+    while (!began) std::this_thread::yield();
+    for (int n = 0; n < 200; ++n) std::this_thread::yield();  // most times it waits by now
+    const size_t all[] = {0};
+    grants->abort(all);
+    const bool woken = eventually([&] { return over.load(); });
+    CHECK(woken);
+    if (!woken) daemon.rig.store->load_ended();
+    waits.join();
+    CHECK_EQ(batch->hits(), 0u);
+    if (!woken) break;
+  }
+}
+
 TEST(a_block_that_goes_is_still_verified) {
   Daemon daemon;
   auto client = daemon.client();

@@ -1,6 +1,9 @@
 // Waiting for blocks that lie below memory: asking the daemon to load them, and sleeping until it has.
 
+#include <time.h>
+
 #include <algorithm>
+#include <utility>
 
 #include "core/base/error.h"
 #include "core/base/futex.h"
@@ -28,6 +31,16 @@ namespace {
 // Of so many keys the last is waited for first, as they come in order: who waits is woken once for all of them, and not for each.
 // No more, so that what came first is pinned before it could be evicted again.
 constexpr size_t kWaitedTogether = 32;
+constexpr long kUnaskedNs = 100'000'000;
+
+// What a writer of this host begins, seals or gives up ends no load: it is asked about all the same, after a moment.
+timespec sooner(const timespec& deadline) {
+  timespec then;
+  ::clock_gettime(CLOCK_MONOTONIC, &then);
+  then.tv_nsec += kUnaskedNs;
+  if (then.tv_nsec >= 1'000'000'000) then.tv_sec += 1, then.tv_nsec -= 1'000'000'000;
+  return std::pair(then.tv_sec, then.tv_nsec) < std::pair(deadline.tv_sec, deadline.tv_nsec) ? then : deadline;
+}
 }  // namespace
 
 // A load that ends in vain leaves no record; then the daemon is asked again, and says so. When the time is over, what is there is
@@ -47,7 +60,7 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
   bool over = false;
   for (size_t first = 0; first < wanted.size(); first += kWaitedTogether) {
     for (size_t k = std::min(wanted.size(), first + kWaitedTogether); k-- > first;) {
-      bool hopeful = promises[k].presence != static_cast<uint32_t>(Presence::Missing);
+      bool hopeful = promises[k].presence != static_cast<uint32_t>(Presence::Missing), asked = false;
       while (hopeful) {
         const uint64_t seen = ended.load(std::memory_order_acquire);
         Snapshot there;
@@ -56,6 +69,7 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
         if (batch.item(places[k]).state != ItemState::Miss) break;
         if (over |= passed(deadline)) break;
         if (found == Find::Hit && there.control.state() == State::Created) {
+          asked = true;
           const PinBoard::Waiting waiting(*at->board);
           const std::atomic<uint64_t>& word = at->progress(there.record);
           const uint64_t progress = word.load(std::memory_order_acquire);
@@ -63,11 +77,11 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
             futex_wait(word, static_cast<uint32_t>(progress), deadline);
           continue;
         }
-        const bool still = promises[k].presence == pending && seen == promised_at;  // nothing has ended since
+        const bool still = promises[k].presence == pending && seen == promised_at && !asked;  // nothing has ended since
         const uint32_t said = still ? pending : promote({&wanted[k], 1}, kDefaultPriority)[0].presence;
         const auto presence = static_cast<Presence>(said);
-        hopeful = presence != Presence::Missing;
-        if (hopeful && presence != Presence::Resident) futex_wait(ended, static_cast<uint32_t>(seen), deadline);
+        hopeful = presence != Presence::Missing, asked = true;
+        if (hopeful && presence != Presence::Resident) futex_wait(ended, static_cast<uint32_t>(seen), sooner(deadline));
       }
     }
   }
