@@ -253,7 +253,7 @@ def _request(
     local, state = kv._local, kv._model_state
     if not kv._rest.over:
         return Report(bypassed="unavailable", bypass_detail="the store failed a moment ago")
-    if not state.current(model):
+    if not (state.current(model) if local.usable is None else local.usable):
         return Report(bypassed="refused", bypass_detail=state.refusal)
     watch = state.watch  # before the served model: of a later one it would know the change
     settings, trial = local.settings, local.trial

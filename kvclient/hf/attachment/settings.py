@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import salt_of
 from kvclient.checks import check_bounds
@@ -56,6 +58,7 @@ class ThisThread(threading.local):
         self.request: Any = None  # a Request
         self.trial: Any = None  # of kvclient.hf.proof.measure: what the call is made with instead
         self.last: Report | None = None
+        self.usable: bool | None = None  # whether the model is, as it was looked at; None: each call looks
 
 
 class Scoped:
@@ -63,6 +66,17 @@ class Scoped:
 
     _local: ThisThread
     _model_state: ModelState
+
+    @contextlib.contextmanager
+    def looked_at(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within it, this thread's calls take the model as it is now: it is looked at for changes once, not
+        for each. What they write is still looked at when it is sealed.
+        """
+        self._local.usable = self._model_state.current(model)
+        try:
+            yield
+        finally:
+            self._local.usable = None
 
     @contextlib.contextmanager
     def set_here(self, **changes: Any) -> Iterator[None]:

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvclient import kernels
 from kvclient.hf.attention import dense
+from kvclient.hf.attention.backends import DTYPES
 from kvclient.hf.attention.handle import expect_nothing, hand_out, take_back
 from kvclient.hf.cache.layer import GROWTH, Shape, StoreLayer, as_array, outside_graphs, writable
 from kvclient.kernels import contract
@@ -207,14 +208,14 @@ class InPlaceLayer(StoreLayer):
         """Writes the blocks' elements into [2, rows, heads, tokens, head_dim], for each row its own."""
         array = as_array(whole)
         for row, start, block, count, first in prefix:
+            to: Any = [place for place, source in enumerate(from_row) if source == row]
+            to = to[0] if len(to) == 1 else to  # an index is a quarter of what a list of them takes
             for states, place in zip(block, array[:, :, :, start : start + count], strict=True):
                 if isinstance(states, kernels.Quantised):
                     states = kernels.dequantise(
                         states, np.empty((place.shape[1], states.tokens, states.head_dim), place.dtype)
                     )
-                place[[to for to, source in enumerate(from_row) if source == row]] = states[
-                    :, first : first + count
-                ]
+                place[to] = states[:, first : first + count]
 
     def _from_row(self) -> list[int]:
         """For each row, the row of the prompt whose blocks it begins with."""
@@ -246,10 +247,17 @@ class InPlaceLayer(StoreLayer):
             spans = source.arrays(self.index)
             self._prefix = [span for span in spans if span[1] < self.origin]
             if part := [span for span in spans if span[1] >= self.origin]:
-                place = self._allocate(1, self._length - self.origin)
                 moved = [(row, column - self.origin, *rest) for row, column, *rest in part]
-                self._copy_prefix(moved, [0], place)
-                self._keep(self.origin, self._length, place[0], place[1])
+                count = self._length - self.origin
+                self._storage = self._begun(1, count)
+                self._copy_prefix(moved, [0], self._storage[:, :, :, :count])
+
+    def _begun(self, rows: int, tokens: int) -> torch.Tensor:
+        """Memory for a tail that has so many tokens at least."""
+        spare, self._memory = self._memory, None
+        if spare is not None and spare.shape[1] == rows and spare.shape[3] >= tokens:
+            return writable(spare)
+        return self._allocate(rows, max(tokens, self.shape.capacity))
 
     def _keep(
         self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor
@@ -257,9 +265,7 @@ class InPlaceLayer(StoreLayer):
         """Stores them; views of what was stored, that nobody else has."""
         low, high = start - self.origin, stop - self.origin
         if self._storage is None:
-            spare, self._memory = self._memory, None
-            fits = spare is not None and spare.shape[1] == keys.shape[0] and spare.shape[3] >= high
-            self._storage = spare if fits else self._allocate(keys.shape[0], max(high, self.shape.capacity))
+            self._storage = self._begun(keys.shape[0], high)
         elif high > self._storage.shape[3]:
             grown = self._allocate(self._storage.shape[1], max(high, int(self._storage.shape[3] * GROWTH)))
             grown[:, :, :, :low] = self._storage[:, :, :, :low]
@@ -351,25 +357,27 @@ class InPlaceLayer(StoreLayer):
     def _prepare(self) -> tuple[Any, ...]:
         """The segments of every row, as C sees them: made once for as long as the tail stays where it is."""
         assert self._storage is not None
-        rows = self._storage.shape[1]
+        _, rows, heads, room, head_dim = self._storage.shape
+        size, address, codec = self._storage.element_size(), self._storage.data_ptr(), DTYPES[self.dtype]
+        side, between, apart, step, _ = (size * stride for stride in self._storage.stride())
         parts: list[list[Any]] = [[] for _ in range(rows)]
         for row, start, (keys, values), count, first in self._prefix or []:
             parts[row].append(dense.block_segment(keys, values, start, first, count))
         lists = [(contract.Segment * len(segments_of_row))(*segments_of_row) for segments_of_row in parts]
         sequences = (contract.Sequence * rows)()
+        tails = []
         for row, pad in enumerate(self._pads):
             sequences[row].segments, sequences[row].count = addressof(lists[row]), len(lists[row])
             start = max(pad, self.origin)
-            sequences[row].tail = dense.dense_segment(
-                self._storage[0], self._storage[1], row, start - self.origin, start
-            )
-        tails = [(sequences[row].tail, max(pad, self.origin)) for row, pad in enumerate(self._pads)]
-        _, _, heads, room, head_dim = self._storage.shape
-        if few := rows == 1 and heads <= FEW_HEADS and not self.shape.most_tokens:
-            addresses = tuple(side.data_ptr() for side in self._storage)
-            between, size = (self._storage.element_size() * self._storage.stride(axis) for axis in (2, 3))
-            shape = torch.Size([1, heads, 1, head_dim])
-        self._place = (shape, addresses, between, size, room) if few else None
+            at = address + row * between + (start - self.origin) * step
+            sequences[row].tail = contract.Segment(
+                at, at + side, apart, step, apart, step, base_position=start, new_position=start,
+                tokens=max(0, room - start + self.origin), codec=codec,
+            )  # fmt: skip
+            tails.append((sequences[row].tail, start))
+        few = rows == 1 and heads <= FEW_HEADS and not self.shape.most_tokens
+        shape = torch.Size([1, heads, 1, head_dim])
+        self._place = (shape, (address, address + side), apart, step, room) if few else None
         return sequences, lists, as_array(self._storage), tails
 
 

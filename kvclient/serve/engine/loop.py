@@ -297,7 +297,7 @@ class Loop:
 
     def _together(self, work: Decode) -> None:
         """Short rests of prompts with the next tokens of those that run; where that fails, each by itself."""
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, self._kv.looked_at(self._model):
             opened = {p.entry: stack.enter_context(self._joining.opened(p.entry)) for p in work.pieces}
             joined = {entry: made for entry, made in opened.items() if made is not None}
             apart = opened.keys() - joined.keys()
