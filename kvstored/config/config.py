@@ -100,8 +100,8 @@ class Config:
         show=",".join,
     )
     disk_shared: str = _field(
-        "a directory that daemons of several hosts have mounted: each keeps its blocks in DIR/<node>, as one "
-        "more directory of the disk tier, and reads what the others keep, in namespaces with share = read",
+        "a directory that daemons of several hosts have mounted: of namespaces with share = read each keeps "
+        "blocks in DIR/<node>, as one more directory of their disk tier, and reads what the others keep",
         "", _path,
     )  # fmt: skip
     disk_quota: int = _field(
@@ -352,6 +352,10 @@ class Config:
     def disks(self) -> tuple[str, ...]:
         """All directories of the disk tier."""
         return (*self.disk, self.own_shared) if self.disk_shared else self.disk
+
+    def disks_of(self, namespace: str) -> tuple[str, ...]:
+        """Those that its blocks may lie in: what is not shared lies where no other host reads."""
+        return self.disks if namespace in self.shared else self.disk
 
     @property
     def shared(self) -> tuple[str, ...]:

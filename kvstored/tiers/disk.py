@@ -136,7 +136,12 @@ class Tiers:
 
         try:
             for name, store in stores.items():
-                directories = Directories(config.disks, name, config.disk_mounted, config.own_shared)
+                disks = config.disks_of(name)
+                if not disks:
+                    why = 'not shared: share = "read" keeps it in disk_shared, a directory in disk here alone'
+                    log.warning("disk_none", namespace=name, why=why)
+                    continue
+                directories = Directories(disks, name, config.disk_mounted, config.own_shared)
                 native = _core.DiskTier(
                     store,
                     directories.paths,

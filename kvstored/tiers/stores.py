@@ -43,7 +43,7 @@ def new_store(config: Config, pool: Pool) -> Any:
         SHM_DIR,
         pool.prefix,
         pool.adopted,
-        bool(config.disks),
+        bool(config.disks_of(pool.geometry.namespace)),
         config.disk_write_priority,
         config.disk_pending_writes or pool.geometry.max_blocks,
     )

@@ -234,6 +234,22 @@ def test_of_two_that_start_at_the_same_moment_one_has_the_part(tmp_path, monkeyp
     assert [path.name for path in (directory / "a").iterdir()] == ["owner"]
 
 
+def test_what_is_not_shared_is_not_kept_where_others_read(hosts, shared, wait_until, tmp_path):
+    """A namespace of the same name is shared on the other host, which would find it."""
+    args, disk = hosts[0].args, tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    at = next(i for i, word in enumerate(args) if word.startswith("default:"))
+    args[at] = ":".join(word for word in args[at].split(":") if not word.startswith("share="))
+    args += ["--disk", str(disk)]
+    hosts.start()
+    keys = new_keys(3)
+    with hosts[0].connect() as first, hosts[1].connect() as second:
+        put(first, keys)
+        wait_until(lambda: len(list(disk.rglob("*.kv"))) == len(keys), "they are on its own disk")
+        assert not files(shared, "n0")
+        assert got(second, keys, wait_s=0.5) == 0
+
+
 def test_the_configuration_is_checked(tmp_path):
     with pytest.raises(ConfigError, match="node"):
         Config(dir="/tmp/x", disk_shared="/mnt/a", disk_quota=64 << 20)
