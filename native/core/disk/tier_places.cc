@@ -44,7 +44,8 @@ void DiskTier::went_wrong(uint8_t directory, int error, bool writing, const char
   if (well(directory)) fares.errors += 1;  // what fails while it rests says nothing new
   const bool at_once = error == ENOSPC || error == EDQUOT || error == EROFS;
   if (!at_once && fares.errors < kErrorsToPause) return;
-  const uint32_t doublings = std::min(fares.errors - (at_once ? 1 : kErrorsToPause), 10u);
+  const uint32_t first = at_once ? 1 : kErrorsToPause;  // of a directory that rests for another reason none was counted
+  const uint32_t doublings = std::min(std::max(fares.errors, first) - first, 10u);
   fares.paused_until_ms = now_ms() + std::min(kFirstPauseMs << doublings, kLongestPauseMs);
   fares.ill = true;
   const char* state = error == ENOSPC || error == EDQUOT ? "full" : error == EROFS ? "read_only" : "failed";
