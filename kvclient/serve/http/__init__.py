@@ -1,3 +1,3 @@
-"""HTTP: app (routes, bounds) → answers (shapes, streams) → asking (a request as jobs) → schema, grammar,
-tools, reasoning.
+"""HTTP: app (routes, bounds) → answers (shapes, streams) → asking (a request as jobs) → schema, template,
+grammar, tools, reasoning.
 """

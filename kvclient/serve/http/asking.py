@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import inspect
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -41,6 +40,7 @@ from kvclient.serve.http.schema import (
     Message,
     NamedTool,
 )
+from kvclient.serve.http.template import rendered
 
 DEFAULT_NEW_TOKENS = 1024
 OF_THIS_PROCESS = secrets.token_bytes(32)
@@ -119,6 +119,8 @@ class Asking:
         tools = request.tools if request.tool_choice != "none" else []
         if (named or request.tool_choice == "required") and not tools:
             raise ApiError(400, "tool_choice wants a tool, and tools has none", param="tool_choice")
+        if request.top_logprobs and not request.logprobs:
+            raise ApiError(400, "top_logprobs wants logprobs=true", param="top_logprobs")
         prompt = self._chat_prompt(request)
         wanted = request.max_completion_tokens
         wanted = request.max_tokens if wanted is None else wanted
@@ -245,15 +247,8 @@ class Asking:
             raise unsupported(f"chat_template_kwargs.{reserved[0]}")
         plain = [message.plain() for message in messages]
         spelled = [tool.model_dump(exclude_none=True) for tool in tools] or None
-        if spelled and "tools" not in str(self.tokenizer.chat_template):
-            plain = with_tools(plain, spelled)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                plain, tools=spelled, add_generation_prompt=ends == "opened",
-                continue_final_message=ends == "continued", tokenize=False, **(keywords or {})
-            )  # fmt: skip
-        except Exception as error:  # a template is a program of the model's author
-            raise ApiError(400, f"the chat template refuses these messages: {error}") from error
+        ending = {"add_generation_prompt": ends == "opened", "continue_final_message": ends == "continued"}
+        text = rendered(self.tokenizer, plain, spelled, **ending, **(keywords or {}))
         text.encode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -354,22 +349,3 @@ def tool_schema(tools: Sequence[Any], choice: Any) -> dict[str, Any]:
         for f in functions
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
-
-def with_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For a template that knows no tools: told in the system prompt, and earlier calls as text."""
-    told = (
-        "You may call these tools. To call one, answer with only a JSON object "
-        '{"name": …, "arguments": {…}} inside <tool_call></tool_call>.\n' + json.dumps(tools)
-    )
-    out = []
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            spelled = "".join(f"<tool_call>{json.dumps(call.get('function'))}</tool_call>" for call in calls)
-            message = {"role": "assistant", "content": message["content"] + spelled}
-        elif message["role"] == "tool":
-            message = {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
-        out.append(message)
-    if out and out[0]["role"] == "system":
-        return [{"role": "system", "content": f"{out[0]['content']}\n\n{told}"}, *out[1:]]
-    return [{"role": "system", "content": told}, *out]

@@ -144,7 +144,8 @@ class Message(BaseModel):
         out: dict[str, Any] = {"role": role, "content": content or ""}
         if self.tool_calls:
             out["tool_calls"] = self.tool_calls
-        return out
+        told = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return out | {name: value for name, value in told.items() if value is not None}
 
 
 class ChatRequest(Common):
