@@ -5,12 +5,14 @@ Owns the shapes. Never computes. Invariant: the pieces of a stream, put together
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from kvclient.serve.engine.job import Done, Token
 from kvclient.serve.engine.sampling import Chosen
+from kvclient.serve.engine.text import UNFINISHED
 from kvclient.serve.http.answers.run import Choice, Run, head, new_id
 from kvclient.serve.http.asking import Ask
 from kvclient.serve.http.reasoning import Reasoning, parted
@@ -122,6 +124,30 @@ def spelled(run: Run, chosen: Chosen) -> dict[str, Any]:
 
     def word(token: int, logprob: float | None) -> dict[str, Any]:
         text = run.asking.tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": logprob, "bytes": token_bytes(run.asking.tokenizer, token, text)}
 
     return {**word(chosen.token, chosen.logprob), "top_logprobs": [word(*pair) for pair in chosen.top]}
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
+    """Those of a token that decodes to this text alone: of a piece of a character its own. None: its
+    tokenizer does not say."""
+    if UNFINISHED not in text:
+        return list(text.encode())
+    word = str(tokenizer.convert_ids_to_tokens(token))
+    if UNFINISHED in word:
+        return list(text.encode())
+    if met := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", word):
+        return [int(met[1], 16)]
+    values = [BYTES.get(letter) for letter in word]
+    return None if None in values else [value for value in values if value is not None]
+
+
+def _letters() -> dict[str, int]:
+    """The letter that stands for each byte in vocabularies of bytes, as GPT-2's: itself where it is seen."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in seen]
+    return {chr(value): value for value in seen} | {chr(256 + n): value for n, value in enumerate(others)}
+
+
+BYTES = _letters()

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvclient.serve.engine.job import Done, Token
+from kvclient.serve.engine.job import Done, Prompt, Token
 from kvclient.serve.engine.sampling import Chosen
 from kvclient.serve.http.answers.chat import wants_usage
 from kvclient.serve.http.answers.run import Choice, Run, head, new_id
@@ -30,15 +30,16 @@ def completion_whole(run: Run) -> dict[str, Any]:
     return {**out, "choices": choices, "usage": run.usage(), "kv_reuse": run.reuse()}
 
 
-def listed(run: Run, choice: Choice) -> dict[str, Any]:
-    """logprobs as /v1/completions has them, of the prompt's tokens too where it is echoed."""
+def listed(run: Run, choice: Choice, at: int = 0) -> dict[str, Any]:
+    """logprobs as /v1/completions has them, of the prompt's tokens too where it is echoed. at: characters of
+    the tokens before these."""
     decode = run.asking.tokenizer.decode
     rows: list[tuple[int, Chosen | None]] = []
     if choice.ask.echo and choice.prompt is not None:
         rows += list(zip(choice.ask.prompt, choice.prompt.logprobs, strict=True))
     rows += [(chosen.token, chosen) for chosen in choice.tokens]
     words = [decode([token]) for token, _ in rows]
-    offsets, at = [], 0
+    offsets = []
     for word in words:
         offsets.append(at)
         at += len(word)
@@ -55,15 +56,22 @@ async def completion_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
         choice = {"index": index, "text": text, "logprobs": said, "finish_reason": finish}
         return {**base, "choices": [choice]}
 
-    for index, choice in enumerate(run.choices):
-        if choice.ask.echo:
-            yield chunk(index, run.asking.tokenizer.decode(choice.ask.prompt, skip_special_tokens=True))
+    told = [0] * len(run.choices)  # characters of the tokens whose logprobs were told
+
+    def logprobs(index: int, piece: Choice) -> dict[str, Any] | None:
+        if piece.ask.sampling.logprobs is None:
+            return None
+        said = listed(run, piece, told[index])
+        told[index] += sum(map(len, said["tokens"]))
+        return said
+
     async for index, event in run.events():
         choice = run.choices[index]
-        if isinstance(event, Token):
-            said = None
-            if choice.ask.sampling.logprobs is not None:
-                said = listed(run, Choice(choice.ask, tokens=[event.chosen]))
+        if isinstance(event, Prompt) and choice.ask.echo:
+            text = run.asking.tokenizer.decode(choice.ask.prompt, skip_special_tokens=True)
+            yield chunk(index, text, None, logprobs(index, Choice(choice.ask, prompt=event)))
+        elif isinstance(event, Token):
+            said = logprobs(index, Choice(choice.ask, tokens=[event.chosen]))
             if event.text or said:
                 yield chunk(index, event.text, None, said)
         elif isinstance(event, Done):

@@ -1,0 +1,88 @@
+"""Proves that what is told of single tokens is the same streamed as whole, and says their own bytes.
+
+Method: a Run over events that a test makes, with a tokenizer of a few words; the bytes of pieces of
+characters in vocabularies of both kinds.
+"""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from kvclient.serve.engine.job import Done, Prompt, Token
+from kvclient.serve.engine.sampling import Chosen, Sampling
+from kvclient.serve.http.answers.chat import token_bytes
+from kvclient.serve.http.answers.completions import completion_stream, completion_whole
+from kvclient.serve.http.answers.run import Choice, Run
+from kvclient.serve.http.asking import Ask
+from kvclient.serve.http.schema import CompletionRequest
+
+WORDS = ["one ", "two", " three", "é"]
+
+
+class Words:
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(WORDS[token] for token in ids)
+
+
+class Events(Run):
+    """Two answers whose events come one by one from each."""
+
+    def __init__(self, request):
+        scored = (None, Chosen(1, -0.5, ((1, -0.5), (2, -1.0))))
+        ask = Ask([0, 1], 2, Sampling(logprobs=request.logprobs), request, echo=request.echo)
+        self.asking = SimpleNamespace(tokenizer=Words(), model_name="tiny", fingerprint="x")
+        self.began = self.first_at = 0.0
+        self._ask, self._scored = ask, scored if request.echo and request.logprobs is not None else ()
+        self.close = lambda: None
+
+    async def told(self, made):
+        self._events = asyncio.Queue()
+        self.choices = [Choice(self._ask), Choice(self._ask)]
+        for index in (1, 0):
+            self._events.put_nowait((index, Prompt(0, 0, 0, 0, None, self._scored)))
+        for token in (2, 3):
+            for index in (0, 1):
+                self._events.put_nowait((index, Token(WORDS[token], Chosen(token, -1.0, ((token, -1.0),)))))
+        for index in (0, 1):
+            self._events.put_nowait((index, Done("length", "")))
+        if made is completion_whole:
+            await self._all()
+            return made(self)
+        return [chunk async for chunk in made(self)]
+
+
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("logprobs", [2, None])
+def test_a_streams_pieces_are_the_whole_with_what_is_told_of_each_token(echo, logprobs):
+    request = CompletionRequest(prompt=[0, 1], echo=echo, logprobs=logprobs, max_tokens=2)
+    whole = asyncio.run(Events(request).told(completion_whole))["choices"]
+    chunks = asyncio.run(Events(request).told(completion_stream))
+    for choice in whole:
+        pieces = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        told = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
+        if logprobs is None:
+            assert choice["logprobs"] is None and not told
+            continue
+        for name, values in choice["logprobs"].items():
+            assert [value for piece in told for value in piece[name]] == values
+        assert len(choice["logprobs"]["tokens"]) == (4 if echo else 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "wanted"),
+    [
+        ("Ġa", " a", [32, 97]),
+        ("Ã", "\ufffd", [0xC3]),
+        ("©Ġ", "\ufffd ", [0xA9, 0x20]),
+        ("ï¿½", "\ufffd", [0xEF, 0xBF, 0xBD]),
+        ("<0xE2>", "\ufffd", [0xE2]),
+        ("\ufffd", "\ufffd", [0xEF, 0xBF, 0xBD]),
+        ("\u4e00", "\ufffd", None),
+    ],
+)
+def test_a_piece_of_a_character_is_told_as_its_own_bytes(word, text, wanted):
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: word)
+    assert token_bytes(tokenizer, 7, text) == wanted
+    assert wanted is None or bytes(wanted).decode(errors="replace") == text
