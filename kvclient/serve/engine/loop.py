@@ -323,7 +323,7 @@ class Loop:
 
     def _decode(self, entries: list[Entry], joined: Sequence[Opened] = ()) -> list[torch.Tensor]:
         """The logits behind the prompts that joined. What the pass raises, it raises before it tells."""
-        for entry in [entry for entry in entries if entry.job.windowing is not None]:
+        for entry in [entry for entry in entries if entry.job.windowing is not None and entry.job.entry]:
             self._guarded([entry], functools.partial(self._decode_window, entry.job))
         jobs = [entry.job for entry in entries if entry.job.windowing is None]
         if not jobs and not joined:

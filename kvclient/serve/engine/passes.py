@@ -73,7 +73,10 @@ class Passes:
         return [rows.cpu() for rows in logits]
 
     def prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
-        """Of each token of the prompt, ids [1, tokens]: a pass of its own, as scoring wants all logits."""
+        """Of each token of the prompt, ids [1, tokens]: a pass of its own, as scoring wants all logits. None
+        of one that comes again with what it said: they were told."""
+        if job.tokens:
+            return ()
         logits = type(self._model).forward(self._model, input_ids=ids, use_cache=False).logits[0].float()
         told = [chosen(row, token, job.prompt_logprobs or 0)
                 for row, token in zip(logits[:-1], job.prompt[1:], strict=True)]  # fmt: skip

@@ -58,12 +58,14 @@ class WindowedCache:
         """Takes what the turn before left. Returns how many of the prompt's tokens that is."""
         ends = self._windowing.turn_ends
         for count in range(min(ends, len(prompt) - 1), max(0, ends - BEFORE), -1):
-            state = self._state(prompt[:count])
+            state, back = self._state(prompt[:count]), self.cache.keep()
             try:
                 if state.newest() and state.load(self.cache) is not None and self.cache.tokens == count:
                     return count
             except (KVClientError, BlockLost):
+                back()  # layers that were filled before it failed
                 return 0
+            back()
         return 0
 
     def save(self, tokens: Sequence[int]) -> bool:

@@ -219,3 +219,11 @@ def test_the_end_of_a_turn_is_heard_once_by_each():
                             lambda event, index=index: events.put((index, event))))  # fmt: skip
         assert all(isinstance(end, Done) for end in ended(events, 4).values())
         loop.close()
+
+
+def test_scores_of_a_prompt_are_told_once_though_its_request_waited_again():
+    model = build("llama", layers=2)
+    prompts = [prompt(50, seed=index) for index in range(3)]
+    with kvclient.InMemoryClient(8 << 20) as client, kvclient.hf.attach(model, client, self_test=False) as kv:
+        jobs, stats = run(model, kv, Limits(memory_tokens=260), prompts, 60, prompt_logprobs=1)
+    assert stats["requests_preempted_total"] and all(len(job.tokens) == 60 for job in jobs)

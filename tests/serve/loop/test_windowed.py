@@ -12,12 +12,16 @@ import pytest
 
 import kvclient
 import kvclient.hf
+from kvclient.errors import Closed
+from kvclient.hf.engine import saved_state
 from kvclient.hf.engine.window import Window
-from kvclient.serve.engine.job import Done, Failed
+from kvclient.serve.engine.job import Done, Failed, Job, Token
 from kvclient.serve.engine.loop import Loop
-from kvclient.serve.engine.windowed import Windowing
+from kvclient.serve.engine.sampling import Sampler, Sampling
+from kvclient.serve.engine.text import Text
+from kvclient.serve.engine.windowed import WindowedCache, Windowing
 from tests.hf.zoo import build, prompt
-from tests.serve.loop.test_loop import LIMITS, alone, ask, ended
+from tests.serve.loop.test_loop import LIMITS, Letters, alone, ask, ended
 
 SMALL = {"recent": 64, "older": 64, "codec": "int8"}
 WIDE = {"recent": 160, "older": 64, "codec": "int8"}
@@ -129,3 +133,48 @@ def test_rows_beside_a_windowed_one_say_what_they_say_alone(name):
         assert isinstance(ends[1], Failed) and ends[1].status == 400
     else:
         assert len(jobs[1].tokens) == len(wanted[1]) and ends[1].window["head_tokens"] == 8
+
+
+def test_a_windowed_answer_that_ends_in_a_step_which_fails_for_others_has_ended():
+    model, events = build("llama", layers=2), queue.Queue()
+    with kvclient.InMemoryClient(8 << 20) as client, kvclient.hf.attach(model, client, self_test=False) as kv:
+        loop = Loop(model, kv, LIMITS)
+        plain, failed = loop._passes.step, []
+
+        def step(*args):
+            if windowed and windowed[0].entry is None and not failed:
+                failed.append(True)
+                raise MemoryError("no room for a step of several")
+            return plain(*args)
+
+        windowed, loop._passes.step = [], step
+        long = Job(prompt(20)[0].tolist(), 200, Sampler(Sampling(temperature=0), []), Text(Letters()),
+                   lambda event: events.put((0, event)))  # fmt: skip
+        loop.submit(long)
+        while not isinstance(events.get(timeout=60)[1], Token):
+            pass
+        windowed.append(ask(loop, prompt(30, seed=3), events, 1, windowing=Windowing(Window(64, 64))))
+        ends = ended(events, 2)
+        loop.close()
+    assert failed and isinstance(ends[0], Done) and isinstance(ends[1], Done)
+    assert loop.counts["requests_failed_total"] == 0 and events.empty()
+
+
+def test_a_state_that_is_lost_while_it_is_read_leaves_nothing_behind(monkeypatch):
+    model, ids = build("llama", layers=2), prompt(40)[0].tolist()
+    windowing, unpack, left = Windowing(Window(64, 64), turn_ends=30), saved_state._unpack, [1]
+
+    def breaks(*args):
+        if not left:
+            raise Closed("the block is gone")
+        left.pop()
+        unpack(*args)
+
+    with kvclient.InMemoryClient(8 << 20) as client, kvclient.hf.attach(model, client, self_test=False) as kv:
+        first, broken, plain, found = (WindowedCache(model, kv, windowing) for _ in range(4))
+        first.feed(ids[:30])
+        assert first.save(ids[:30]) and found.resume(ids) == 30
+        with monkeypatch.context() as patched:
+            patched.setattr(saved_state, "_unpack", breaks)
+            assert broken.resume(ids) == 0 and not left
+        assert broken.feed(ids).equal(plain.feed(ids)) and broken.told() == plain.told()
