@@ -2,13 +2,15 @@
 
 Owns the files of its directory, one a block. Never shares memory with another process; two that are given one
 directory share its files, each complete or not there. Invariant: what is read back has the length, the layout
-and the checksum it was written with, or is deleted and counts as a miss.
+and the checksum it was written with, and its time is not over; or it is deleted and counts as a miss.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 import warnings
 import zlib
 from collections import OrderedDict
@@ -88,12 +90,15 @@ class InProcessStore(InMemoryStore):
     def _write(self, record: Record) -> None:
         if self._disk_dir is None or record.key in self._files or record.length > self._disk_bytes:
             return
+        if (left_s := record.expires_at - time.monotonic()) <= 0:
+            return
         body = self.readable[record.offset : record.offset + record.length].tobytes()
         fingerprint, parent = record.trace
         head = {
             "version": VERSION, "layout": self.layouts[record.layout_id][0].hex(), "tokens": record.tokens,
             "base": record.base_position, "priority": record.priority, "fingerprint": fingerprint,
             "parent": parent.hex() if parent else None, "length": len(body),
+            "expires": None if math.isinf(left_s) else time.time() + left_s,
         }  # fmt: skip
         line = json.dumps({**head, "crc": _crc(head, body)}).encode() + b"\n"
         path = self._path(record.key)
@@ -120,7 +125,11 @@ class InProcessStore(InMemoryStore):
                 raise ValueError("its length is not that of its layout")
             parent = None if head["parent"] is None else bytes.fromhex(head["parent"])
             trace = (head["fingerprint"], parent)
-            wanted = (layout_id, head["tokens"], head["base"], head["priority"], None, trace)
+            expires = head.get("expires")
+            ttl_s = None if expires is None else expires - time.time()
+            if ttl_s is not None and ttl_s <= 0:
+                raise ValueError("its time is over")
+            wanted = (layout_id, head["tokens"], head["base"], head["priority"], ttl_s, trace)
             record = self.create(self, key, *wanted)
         except (OSError, ValueError, KeyError, TypeError, RecursionError, NoSpace):
             self._forget(key)  # damaged, or another's

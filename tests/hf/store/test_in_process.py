@@ -6,6 +6,7 @@ Method: the tiny model with a tokenizer of bytes, a budget for a few of its bloc
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,18 @@ def test_in_a_directory_that_others_may_read_its_files_are_the_users_alone(loade
     files = list(tmp_path.glob("*.kv"))
     assert files and {path.stat().st_mode & 0o777 for path in files} == {0o600}
     assert not any(TEXTS[0][:12].encode() in path.read_bytes() for path in files)
+
+
+def test_a_block_whose_time_is_over_does_not_come_back_from_the_directory(loaded, tmp_path, monkeypatch):
+    now, ticks, later_s = time.time, time.monotonic, 0.0
+    monkeypatch.setattr(time, "time", lambda: now() + later_s)
+    monkeypatch.setattr(time, "monotonic", lambda: ticks() + later_s)
+    with engine_of(loaded, disk_dir=tmp_path, ttl_s=1000) as engine:
+        for text in TEXTS:
+            engine.generate(text, 1)
+        assert reused(engine, TEXTS[0]) > 100, "read back from the directory"
+        later_s = 600.0
+    with engine_of(loaded, disk_dir=tmp_path) as engine:
+        assert reused(engine, TEXTS[0]) > 100
+        later_s = 1100.0
+        assert all(reused(engine, text) == 0 for text in TEXTS), "600 seconds and 500 more"
