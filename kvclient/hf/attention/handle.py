@@ -16,6 +16,7 @@ import torch
 
 PREFIX = "kvclient_"  # of our implementations' names in a configuration
 HANDLE = "_kvclient_layer"  # the attribute of the keys that update() returns
+PADS = "_kvclient_pads"  # …of a mask of rows with padding at their left: how many columns of each
 ASK = "_kvclient_ask"  # …of keys whose attention is to show its queries: a function
 _pending = threading.local()  # the layer whose attention has not been asked for yet
 
@@ -90,6 +91,15 @@ def expect_nothing() -> None:
 def forget_pending() -> None:
     """A call begins, or has ended: what an earlier one left behind is nobody's."""
     _pending.layer = None
+
+
+def hides_alike(layer: Any, mask: torch.Tensor | None) -> bool:
+    """Whether a call's mask hides what the layer leaves out by itself: whoever goes on with its cache may say
+    otherwise."""
+    pads = getattr(layer, "pads", None)
+    if pads is None or in_step():
+        return True
+    return not any(pads) if mask is None else getattr(mask, PADS, pads) == pads
 
 
 def tell(keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:

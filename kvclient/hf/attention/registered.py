@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attention import backends, dense, sdpa, torch_reference, triton
 from kvclient.hf.attention.backends import Backend
-from kvclient.hf.attention.handle import ASK, HANDLE, PREFIX, awaited, in_step, layer_of, tell
+from kvclient.hf.attention.handle import ASK, HANDLE, PREFIX, awaited, hides_alike, in_step, layer_of, tell
 from kvclient.kernels import contract
 
 # Parts of mask functions whose meaning the kernels know; sliding windows come as an argument of
@@ -125,6 +125,7 @@ def _mask_by_values(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     starts = keys - padding.sum(1)
     if torch.equal(padding != 0, torch.arange(keys, device=padding.device) >= starts[:, None]):
         padding._kvclient_starts = starts
+        padding._kvclient_pads = starts.tolist()
         return padding
     return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
@@ -336,13 +337,13 @@ def _again(
 def _of_layer(call: AttentionCall, told: tuple[Any, ...] | None) -> torch.Tensor:
     """Over blocks where they lie, as long as the layer can."""
     layer = call.layer
-    if layer.takes(call.reason, call.causal):
+    if layer.takes(call.reason, call.causal) and hides_alike(layer, call.mask):
         how = (call.sinks, call.scale, call.softcap, call.window, call.backend.path)
         answer = layer.attend(call.query, *how)
         if _plain(told) and hasattr(layer, "told"):
             layer.told(told)
         return answer
-    layer.become_dense(call.reason or "not_causal")
+    layer.become_dense(call.reason or ("padding" if call.causal else "not_causal"))
     return _torch(call._replace(key=layer.keys, value=layer.values))
 
 

@@ -67,12 +67,9 @@ class PagedLayer(InPlaceLayer):
 
     def reset(self) -> None:
         """From here on a layer like any other."""
-        if not self._dense:
-            self._left("reset")
         super().reset()
         if self.table is not None:
             self.table.clear()
-        self._dense = True
 
     def become_dense(self, reason: str) -> None:
         before = self._dense
@@ -116,6 +113,10 @@ class PagedLayer(InPlaceLayer):
 
     def _copy_tail(self, place: torch.Tensor) -> None:
         self._gather(place)
+
+    @property
+    def pads(self) -> list[int]:
+        return self._pads if self.table is None else self.table.pads
 
     def _from_row(self) -> list[int]:
         return self.table.from_row

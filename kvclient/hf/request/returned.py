@@ -7,6 +7,7 @@ pass of their own or by hand, is not vouched for.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -63,6 +64,9 @@ class Returned:
             return
         ids = input_ids[:, :columns].to("cpu", torch.int32).numpy()
         tokens = [np.ascontiguousarray(row[pad:]) for row, pad in zip(ids, pads, strict=True)]
+        for layer in cache.layers:
+            if isinstance(layer, InPlaceLayer):
+                layer.cut_to = math.inf
         with self._lock:
             self._held[cache] = Held(identity, tokens, list(pads), marks)
 
@@ -71,7 +75,13 @@ class Returned:
         with self._lock:
             held = self._held.get(cache)
         same = held is not None and held.identity == identity and held.marks == _marks(cache)
-        return held if same else None
+        return held if same and not _written_again(cache) else None
+
+
+def _written_again(cache: Any) -> bool:
+    """Whether tokens were cut off and others written in their place, which a layer in place does past torch.
+    """
+    return any(layer.get_seq_length() > getattr(layer, "cut_to", math.inf) for layer in cache.layers)
 
 
 def _marks(cache: Any) -> list[tuple[Any, ...]] | None:

@@ -155,3 +155,54 @@ def test_beams_are_never_gone_on_with(model, kv):
     except Exception:  # whatever transformers makes of it
         return
     assert kv.last.published_blocks == 0
+
+
+def padded(lengths, seed):
+    rows, most = [prompt(count, seed=seed + row) for row, count in enumerate(lengths)], max(lengths)
+    ids = torch.cat([torch.nn.functional.pad(row, (most - row.shape[1], 0)) for row in rows])
+    return ids, (ids != 0).long()
+
+
+@pytest.mark.parametrize("lengths", [(33, 33), (20, 45), (30,), (30, 22, 30)])
+@pytest.mark.parametrize("how", ["reset", "crop"])
+def test_an_emptied_one_holds_the_rows_and_the_padding_of_whom_it_is_given_to(model, kv, lengths, how):
+    ids, mask = padded((40, 25), 0)
+    cache = generate(model, ids, 6, attention_mask=mask)[2]
+    if how == "reset":
+        cache.reset()
+    elif len(lengths) == 2:  # transformers' own keeps its rows too
+        cache.crop(-cache.get_seq_length())
+    else:
+        return
+    ids, mask = padded(lengths, 50)
+    found = generate(model, ids, 6, attention_mask=mask, past_key_values=cache)[0]
+    assert torch.equal(found, plain(model, ids, 6, attention_mask=mask))
+
+
+@pytest.mark.parametrize("hidden", [0, 3, 20])
+def test_tokens_that_a_later_call_hides_or_shows_are_hidden_or_shown(model, kv, hidden):
+    """Over blocks of the store, too: the last mask says what is seen, whatever the first one said."""
+    ids, mask = padded((40, 25), 0)
+    generate(model, ids, 1, attention_mask=mask)
+    cache, bare = generate(model, ids, 6, attention_mask=mask)[2], build("llama")
+    wanted = generate(bare, ids, 6, attention_mask=mask)[2]
+    more, columns = prompt(4, seed=9).repeat(2, 1), cache.get_seq_length()
+    seen = torch.ones(2, columns + 4, dtype=torch.long)
+    seen[:, :hidden] = 0
+    with torch.no_grad():
+        found = model(more, attention_mask=seen, past_key_values=cache).logits
+        wanted = bare(more, attention_mask=seen, past_key_values=wanted).logits
+    assert torch.allclose(found, wanted, atol=1e-3)
+
+
+def test_one_that_was_cut_and_written_to_by_another_pass_is_left_alone(model, kv, client):
+    ids = prompt(70)
+    tokens, _, cache = generate(model, ids, 24)
+    same = tokens[:, cache.get_seq_length() - 20 : cache.get_seq_length()]
+    cache.crop(-20)
+    with torch.no_grad():
+        for token in same[0]:  # the same tokens, but elsewhere
+            model(token[None, None], past_key_values=cache, position_ids=torch.tensor([[300]]))
+    blocks, ids = client.stats()["blocks"], longer(tokens)
+    generate(model, ids, 24, past_key_values=cache)
+    assert kv.last.bypassed == "user_cache" and client.stats()["blocks"] == blocks
