@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+COLD, COLDEST = 1e-6, 1e-30  # temperatures: in single precision
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -115,7 +117,10 @@ class Sampler:
 
     def _shares(self, scores: torch.Tensor) -> torch.Tensor:
         wanted = self.sampling
-        scores = scores / wanted.temperature
+        if wanted.temperature < COLD:  # the quotients would be beyond what a number holds
+            scores = (scores - scores.max()) / max(wanted.temperature, COLDEST)
+        else:
+            scores = scores / wanted.temperature
         if wanted.top_k and wanted.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(wanted.top_k).values[-1], float("-inf"))
         probabilities = scores.softmax(-1)

@@ -1,16 +1,18 @@
-"""Proves that what is told of single tokens is the same streamed as whole, and says their own bytes.
+"""Proves that what is told of single tokens is the same streamed as whole, and says their own bytes; and that
+the coldest temperature chooses one.
 
 Method: a Run over events that a test makes, with a tokenizer of a few words; the bytes of pieces of
-characters in vocabularies of both kinds.
+characters in vocabularies of both kinds; logits that a temperature near nothing sends beyond all numbers.
 """
 
 import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvclient.serve.engine.job import Done, Prompt, Token
-from kvclient.serve.engine.sampling import Chosen, Sampling
+from kvclient.serve.engine.sampling import Chosen, Sampler, Sampling
 from kvclient.serve.http.answers.chat import token_bytes
 from kvclient.serve.http.answers.completions import completion_stream, completion_whole
 from kvclient.serve.http.answers.run import Choice, Run
@@ -86,3 +88,13 @@ def test_a_piece_of_a_character_is_told_as_its_own_bytes(word, text, wanted):
     tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: word)
     assert token_bytes(tokenizer, 7, text) == wanted
     assert wanted is None or bytes(wanted).decode(errors="replace") == text
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-12, 1e-7])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
+def test_the_coldest_temperatures_say_the_most_likely_token(temperature, more):
+    logits = torch.linspace(-80.0, 90.0, 50)[torch.randperm(50)]
+    sampler = Sampler(Sampling(temperature=temperature, seed=1, **more), [])
+    assert sampler.pick(logits).token == int(logits.argmax())
+    forbidden = logits.masked_fill(logits > 0, -torch.inf)
+    assert sampler.pick(forbidden).token == int(forbidden.argmax())
