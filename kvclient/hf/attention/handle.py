@@ -99,7 +99,10 @@ def hides_alike(layer: Any, mask: torch.Tensor | None) -> bool:
     pads = getattr(layer, "pads", None)
     if pads is None or in_step():
         return True
-    return not any(pads) if mask is None else getattr(mask, PADS, pads) == pads
+    if mask is None:
+        return not any(pads)
+    told = getattr(mask, PADS, None)  # of the columns so far: a prompt may come in chunks
+    return told is None or told == [min(pad, mask.shape[1]) for pad in pads]
 
 
 def tell(keys: torch.Tensor, query: torch.Tensor, scale: float) -> None:
