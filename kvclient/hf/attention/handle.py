@@ -94,9 +94,10 @@ def forget_pending() -> None:
 
 
 def hides_alike(layer: Any, mask: torch.Tensor | None) -> bool:
-    """Whether a call's mask hides what the layer leaves out by itself: whoever goes on with its cache may say
-    otherwise."""
-    pads = getattr(layer, "pads", None)
+    """Whether a call's mask, [rows, columns], hides what the layer leaves out by itself: whoever goes on with
+    its cache may say otherwise."""
+    table = getattr(layer, "table", None)  # of pages, whose rows may have been chosen
+    pads = table.pads if table is not None else getattr(layer, "_pads", None)
     if pads is None or in_step():
         return True
     if mask is None:

@@ -10,7 +10,6 @@ after the cache) raises: it would be silently wrong.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from ctypes import addressof, memmove
 from typing import Any, Protocol
@@ -59,7 +58,7 @@ class InPlaceLayer(StoreLayer):
         self._args: tuple[Any, Any] | None = None  # of the last call, and what it is right for
         self._told: Any = None  # what that call said, if it said no more than again() reads
         self._place: tuple[Any, ...] | None = None  # where a token is written, as long as there is a _call
-        self._dense, self._in_call, self.cut_to = False, True, math.inf
+        self._dense, self._in_call, self.cut_to = False, True, float("inf")
         self._given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         super().__init__(index, shape, source, written, memory)
         self.origin = self._length if whole is None else whole
@@ -143,9 +142,8 @@ class InPlaceLayer(StoreLayer):
     def crop(self, count: int) -> None:
         """What is cut from the tail leaves the blocks where they lie."""
         if not self._dense and self.is_initialized:
-            length = cropped(self._length, count)
-            if length >= self.origin and length > max(self.pads, default=0):  # each row has tokens left
-                self.cut_to = min(self.cut_to, length)
+            length, pads = cropped(self._length, count), max(self._pads, default=0)
+            if length >= self.origin and length > pads:  # each row has tokens left
                 self._cut(length)
                 return
         self.become_dense("crop")
@@ -153,8 +151,7 @@ class InPlaceLayer(StoreLayer):
 
     def reset(self) -> None:
         """From here on a layer like any other: whose rows it holds next, and their padding, is not known."""
-        if not self._dense:
-            self._left("reset")
+        self._dense or self._left("reset")
         super().reset()
         self._prefix, self._call, self._dense, self.origin = [], None, True, 0
 
@@ -232,7 +229,7 @@ class InPlaceLayer(StoreLayer):
         place.copy_(self._storage[:, :, :, : self._length - self.origin])
 
     def _cut(self, length: int) -> None:
-        self._length = length
+        self._length, self.cut_to = length, min(self.cut_to, length)
 
     def takes(self, reason: str | None, causal: bool) -> bool:
         """Whether attend() answers a call that the kernels would not take for that reason."""
@@ -345,11 +342,6 @@ class InPlaceLayer(StoreLayer):
             return None
         take_back(self)
         return self._run(query, *self._asked(query), args)
-
-    @property
-    def pads(self) -> list[int]:
-        """Of each row, the columns at its left that nobody attends to."""
-        return self._pads
 
     @property
     def in_place(self) -> bool:

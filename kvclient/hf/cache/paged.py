@@ -114,10 +114,6 @@ class PagedLayer(InPlaceLayer):
     def _copy_tail(self, place: torch.Tensor) -> None:
         self._gather(place)
 
-    @property
-    def pads(self) -> list[int]:
-        return self._pads if self.table is None else self.table.pads
-
     def _from_row(self) -> list[int]:
         return self.table.from_row
 
