@@ -50,6 +50,8 @@ def test_what_is_written_with_a_time_to_live_is_gone_after_it(tiny, wait_until):
         ({"cache": {"ttl_s": 0}}, "ttl_s"),
         ({"cache": {"forever": True}}, "cache.forever"),
         ({"kv_codec": "int8", "window": {"recent": 64, "older": 64}}, "kv_codec"),
+        ({"cache": {"ttl_s": 60}, "window": {"recent": 64, "older": 64}}, "cache.ttl_s"),
+        ({"cache": {"priority": 1}, "window": {"recent": 64, "older": 64}}, "cache.priority"),
     ],
 )
 def test_what_cannot_be_had_is_named(tiny, more, word):

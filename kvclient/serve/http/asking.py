@@ -152,6 +152,9 @@ class Asking:
             raise unsupported("kv_codec", "a window has a codec of its own")
         if request.n != 1:
             raise unsupported("n", "a window has one answer a turn")
+        for name in ("priority", "ttl_s"):
+            if getattr(request.cache, name) is not None:
+                raise unsupported(f"cache.{name}", "what a window holds is kept like any other block")
 
         def first(count: int) -> int:
             if not count:
