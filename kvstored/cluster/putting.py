@@ -33,7 +33,7 @@ class Putter:
         self._pool, self._directory, self._node, self._salts = pool, directory, node, salts
         self._daemon, self._listen = daemon
         self._known: dict[tuple[str, bytes], None] = {}  # put, or there, in order
-        self._later: set[tuple[str, bytes]] = set()  # could not be put: once there is nothing else
+        self._later: set[tuple[str, bytes]] = set()  # could not be put: the next time that a round has room
         self._layouts: dict[bytes, Frame] = {}
         self._streams: dict[str, Stream] = {}
         self._requests = 0
@@ -45,7 +45,7 @@ class Putter:
     def round(self) -> int:
         """Puts blocks that were asked for again since they were sealed, and that the pool was not given yet;
         how many. Raises grpc.RpcError, Broken."""
-        put, tried = 0, False
+        put, full = 0, False
         with grpc.insecure_channel(grpc_address(os.path.join(self._directory, "grpc.sock"))) as channel:
             admin = admin_pb2_grpc.AdminStub(channel)
             for space in self._salts:
@@ -61,13 +61,13 @@ class Putter:
                     if not (token := page.next_page_token):
                         break
                 now = fresh[:MOST_A_STEP]
-                tried = tried or bool(now)
+                full = full or len(now) == MOST_A_STEP
                 failed = self._put(space, [key for key in now if self._pool.wants(space, key)])
                 self._later.update((space, key) for key in failed)
                 for key in (key for key in now if key not in failed):
                     self._known[space, key] = None
                     put += 1
-        if not tried or len(self._later) > MOST_KNOWN:
+        if not full or len(self._later) > MOST_KNOWN:
             self._later.clear()
         while len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]

@@ -135,7 +135,11 @@ class Peers:
                 tier.leave(name)
         joined = {}
         for name, at in sorted(wanted.items()):
-            had = [tier.join(name, at.host, at.port) for tier in self._tiers.values()]
+            try:
+                had = [tier.join(name, at.host, at.port) for tier in self._tiers.values()]
+            except RuntimeError as error:  # no thread for it; the others are joined all the same
+                log.warning("peer_not_joined", peer=name, why=f"{error}: until the membership changes")
+                continue
             if all(had):
                 joined[name] = at
         if self._server:

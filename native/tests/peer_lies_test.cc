@@ -247,6 +247,24 @@ TEST(words_that_lie_under_right_checksums_make_no_other_block) {
   hosts.here.store->check_integrity();
 }
 
+// The table has 512 places: who only names layouts, and brings no block of any, takes few of them.
+TEST(layouts_without_blocks_fill_no_table) {
+  Hosts hosts;
+  const size_t before = hosts.here.store->layouts().size();
+  std::vector<Piece> pieces;
+  for (uint32_t i = 0; i < 200; ++i) {
+    const auto blob = layout_blob(kLayers + 1 + i, kTokenBytes, kTokens, kMetaBytes);
+    Piece piece{{.kind = static_cast<uint16_t>(Kind::Layout), .request = kRequest}, {}};
+    const auto* bytes = reinterpret_cast<const std::byte*>(blob.data());
+    piece.payload.assign(bytes, bytes + blob.size());
+    piece.head.bytes = static_cast<uint32_t>(blob.size());
+    pieces.push_back(piece);
+  }
+  pieces.push_back({{.kind = static_cast<uint16_t>(Kind::Missing), .request = kRequest}, {}});
+  CHECK(play(hosts.here, joined(pieces)) == Outcome::Missing);
+  CHECK_EQ(hosts.here.store->layouts().size(), before + 64);
+}
+
 TEST(an_answer_without_an_end_ends) {
   Hosts hosts;
   const std::vector<Piece> honest = pieces_of(hosts.honest);

@@ -58,7 +58,8 @@ void DiskTier::start_loads(uint8_t directory) {
     if (started.fd == -ENOENT || started.fd == -ELOOP || started.fd == -ENXIO) {
       end_load(started, Outcome::Missing);
     } else if (started.fd < 0) {
-      went_wrong(started.directory, -started.fd, false, "opening a file");
+      if (started.fd != -EAGAIN)  // somebody has a lease on that file, which says nothing of the directory
+        went_wrong(started.directory, -started.fd, false, "opening a file");
       end_load(started, Outcome::Failed);
     } else if (started.file_bytes <= kBlockFileHeaderBytes || started.file_bytes % kPageBytes) {
       end_load(started, Outcome::Corrupt);

@@ -185,7 +185,8 @@ void DiskTier::tell_if_gone(const Key& key) {
 }
 
 // Not while a file of it may lie where nobody looks for it here: another daemon would find it there. Of more keys than there
-// may be files that is not remembered one by one: nothing that is found where nobody could list will be taken.
+// may be files that is not remembered one by one: nothing that is found where nobody could list will be taken by this daemon
+// (the next one knows of those only that it was told of: docs/limits.md).
 void DiskTier::tell_gone(const Key& key) {
   {
     std::lock_guard lock(mutex_);

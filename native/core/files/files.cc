@@ -19,7 +19,8 @@ namespace {
 
 constexpr std::string_view kTempSuffix = ".tmp";
 constexpr int kNameTries = 16;  // for a name nobody has
-constexpr int kOpenTries = 256;
+constexpr int kOpenTries = 256, kLeaseNaps = 60'000;
+constexpr timespec kLeaseNap{0, 1'000'000};
 constexpr ssize_t kWrittenBytes = 32;
 
 std::string_view last_name(std::string_view path) {
@@ -65,7 +66,7 @@ RealFiles::RealFiles(const std::string& directory, bool direct, bool make) : pat
   if (::getrandom(&next_temp_, sizeof next_temp_, 0) != sizeof next_temp_) next_temp_ = static_cast<uint64_t>(::getpid()) << 32;
 }
 
-int RealFiles::open_beneath(const std::string& path, int flags) const {
+int RealFiles::open_beneath(const std::string& path, int flags, bool patient) const {
   open_how how = {};
   how.flags = static_cast<uint64_t>(flags | O_CLOEXEC);
   how.mode = flags & O_CREAT ? 0600 : 0;
@@ -73,8 +74,11 @@ int RealFiles::open_beneath(const std::string& path, int flags) const {
   // RESOLVE_BENEATH answers EAGAIN while somebody renames directories; so does O_NONBLOCK for a file that somebody has a lease
   // on, for 45 s maybe.
   int fd = -EAGAIN;
-  for (int i = 0; i < kOpenTries && (fd == -EAGAIN || fd == -EINTR); ++i)
+  const int tries = kOpenTries + (patient ? kLeaseNaps : 0);
+  for (int i = 0; i < tries && (fd == -EAGAIN || fd == -EINTR); ++i) {
+    if (i >= kOpenTries) ::nanosleep(&kLeaseNap, nullptr);
     fd = answer(::syscall(SYS_openat2, root_.get(), path.c_str(), &how, sizeof how));
+  }
   return fd;
 }
 
@@ -105,9 +109,9 @@ int RealFiles::open_parent(const std::string& path, bool make) const {
 int RealFiles::open_read(const std::string& path, uint64_t* bytes) {
   // O_NONBLOCK: a FIFO of that name would wait for its writer.
   constexpr int kFlags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW;
-  int fd = open_beneath(path, kFlags | O_NOATIME | direct_);
-  if (fd == -EPERM) fd = open_beneath(path, kFlags | direct_);  // only its owner may read a file without a trace
-  if (fd == -EINVAL) {                                          // no direct I/O on a directory or a FIFO
+  int fd = open_beneath(path, kFlags | O_NOATIME | direct_, false);
+  if (fd == -EPERM) fd = open_beneath(path, kFlags | direct_, false);  // only its owner may read a file without a trace
+  if (fd == -EINVAL) {                                                 // no direct I/O on a directory or a FIFO
     struct stat other;
     const Fd named(open_beneath(path, O_PATH | O_NOFOLLOW));
     if (named && ::fstat(named.get(), &other) == 0 && !S_ISREG(other.st_mode)) return -ENXIO;
@@ -157,7 +161,7 @@ int RealFiles::move(const std::string& from, const std::string& to, unsigned fla
 }
 
 int RealFiles::take_over(const std::string& path, uint64_t bytes, std::string* temp) {
-  const int fd = open_beneath(path, O_RDWR | O_NONBLOCK | O_NOFOLLOW | direct_);
+  const int fd = open_beneath(path, O_RDWR | O_NONBLOCK | O_NOFOLLOW | direct_, false);
   if (fd < 0) return fd;
   int problem = -ESTALE;
   struct stat about;

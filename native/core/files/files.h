@@ -98,7 +98,8 @@ class RealFiles final : public Files {
   int in_place() override;
 
  private:
-  int open_beneath(const std::string& path, int flags) const;
+  // `patient`: waits for a lease that somebody has on the file, a minute at most. A thread that serves a disk has no such time.
+  int open_beneath(const std::string& path, int flags, bool patient = true) const;
   int open_temp(const std::string& path, int flags) const;
   int open_parent(const std::string& path, bool make) const;
   std::string new_temp_name();

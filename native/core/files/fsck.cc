@@ -124,7 +124,7 @@ class Check {
     uint64_t bytes = 0;
     int opened = direct_.open_read(path, &bytes);
     if (opened == -EINVAL) opened = buffered_.open_read(path, &bytes);
-    if (opened == -ENOENT) return {};  // a running daemon removed it
+    if (opened == -ENOENT || opened == -EAGAIN) return {};  // a running daemon removed it, or somebody has a lease on it
     if (opened < 0) return "cannot be opened: " + text(opened);
     const Fd fd(opened);
     reader_.open(fd.get(), bytes);

@@ -11,6 +11,7 @@
 namespace kv::peer {
 namespace {
 
+constexpr uint32_t kFirstLayouts = 64;  // before a block of any has come: who only names layouts fills no table
 constexpr uint64_t kLongestNs = 150'000'000'000;
 constexpr uint32_t kFramesPerLook = 64;  // at the clock
 constexpr uint64_t kMarkBytes = 64 << 10;
@@ -31,11 +32,10 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     landings.back().number = static_cast<uint16_t>(landings.size() - 1);
   }
   request_ = request, received_ = {}, beside_ = 0, to_mark_ = nullptr, headed_.clear(), whole_.clear();
-  learnt_ = 0, asked_ = static_cast<uint32_t>(keys.size());
   size_t open = landings.size();
   const auto seal = [&] {
     seal_whole();
-    for (const Item* landing : whole_) ended(landing->number, landing->outcome), --open;
+    for (const Item* landing : whole_) ended(landing->number, landing->outcome), --open, ++brought_;
     to_tell_ |= !whole_.empty();
     whole_.clear();
   };
@@ -116,7 +116,7 @@ void BlockReceiver::take_layout(const Frame& head) {
   channel_.take_checked(head, reinterpret_cast<std::byte*>(blob.data()));
   try {
     const Key digest = layout_digest(Layout::parse(blob));
-    if (!store_.find_layout(digest) && learnt_++ < asked_) store_.register_layout(blob);
+    if (!store_.find_layout(digest) && learnt_ < kFirstLayouts + brought_) ++learnt_, store_.register_layout(blob);
   } catch (const Error&) {
     // Not one of ours, or no room for it: its blocks are misses.
   }

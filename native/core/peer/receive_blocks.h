@@ -103,7 +103,7 @@ class BlockReceiver {
   Quarantine* const loans_;
   const uint64_t epoch_;
   std::vector<std::string> instead_;
-  uint32_t learnt_ = 0, asked_ = 0;  // layouts registered on a peer's word in this answer: one a key that was asked for
+  uint32_t learnt_ = 0, brought_ = 0;  // layouts registered on this connection's word, and blocks that it brought
   uint32_t request_ = 0;
   Received received_;
   uint32_t beside_ = 0;      // of this answer's frames, those that brought no layer
