@@ -107,8 +107,13 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(chosen, name)) is not None and not low <= value <= high:
             made.error(f"--{name.replace('_', '-')}={value}; it must be {low} to {high}")
-    if chosen.sink_tokens is not None and chosen.repair in ("calibrated", "none"):
-        made.error(f"--sink-tokens is of repairs, and --repair is {chosen.repair}")
+    if chosen.sink_tokens is not None and chosen.repair in ("auto", "calibrated", "none"):
+        why = "what was measured is of its own" if chosen.repair != "none" else "it is of repairs"
+        made.error(f"--sink-tokens with --repair {chosen.repair}: {why}")
+    if chosen.kv_codec != "none" and chosen.chunker != "fixed":
+        made.error(
+            f"--kv-codec {chosen.kv_codec} with --chunker {chosen.chunker}: it wants blocks of one size"
+        )
     for origin in chosen.allow_origin:
         if not re.fullmatch(r"https?://[^/\s*]+", origin):
             made.error(f"--allow-origin={origin}; a scheme and a host are wanted, as https://chat.example")

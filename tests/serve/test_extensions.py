@@ -70,7 +70,7 @@ def test_a_prompt_beyond_the_memory_of_all_is_413_with_the_longest_that_fits(ser
 
 def test_prompts_cut_at_sentences_and_repairs_of_other_sinks_are_served(server):
     wanted = server("--store", "16MiB", "--repair", "none").chat(TEXT)["choices"][0]["message"]
-    flags = ["--chunker", "sentence", "--repair", "auto", "--sink-tokens", "8", "--block-tokens", "32"]
+    flags = ["--chunker", "sentence", "--repair", "selective", "--sink-tokens", "8", "--block-tokens", "32"]
     cut = server("--store", "16MiB", *flags)
     assert cut.chat(TEXT)["choices"][0]["message"] == wanted
     assert cached(cut, TEXT) > 32

@@ -51,7 +51,9 @@ def test_a_file_is_below_the_environment_and_that_below_flags(tmp_path, monkeypa
         ('repair = "mend"', "repair"),
         ('chunker = "word"', "chunker"),
         ('quantization = "int3"', "quantization"),
-        ("sink-tokens = 8", "--repair is calibrated"),
+        ("sink-tokens = 8", "--repair calibrated"),
+        ('sink-tokens = 8\nrepair = "auto"', "--repair auto"),
+        ('kv-codec = "int8"\nchunker = "sentence"', "--chunker sentence"),
         ('sink-tokens = -1\nrepair = "auto"', "sink-tokens"),
     ],
 )

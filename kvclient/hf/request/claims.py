@@ -211,7 +211,9 @@ class Claims:
         worth = len(prefix.chain) or self._options.tails
         behind = len(prefix.group.tokens) - prefix.starts[-1]
         left = self._served.tail_tokens(behind, self._chunker.block_tokens)
-        worth = worth and prefix.tokens < prefix.starts[-1] + left  # else it is there
+        # It is there; a longer one that says the same goes by its own time and priority.
+        there = prefix.tokens >= prefix.starts[-1] + left and prefix.part is not None
+        worth = worth and not (there and prefix.part.tokens == left)
         if worth and (parts is None or parts.layout_id is not None):
             of = (group.tokens, len(prefix.chain), prefix.starts[-1], group.rows[0], group.pad)
             self._claim_rest(*of, identity=self._served.identity if parts is None else parts.identity)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,8 @@ def read(source: Source) -> torch.Tensor:
 
 class Loading:
     """What comes to stay in memory: tensors outside of the layers, and the layers' parts that are not
-    streamed. Those that stay as they are read are read ahead, in their order, by threads of its own while the
-    model is put together; others when they are asked for, as their copies take memory. Tells of the bytes
+    streamed. Those that stay as they are read are read ahead, from begin() on, in their order, by threads of
+    its own while the model is put together; others when they are asked for, as their copies take memory. Tells of the bytes
     that came, and of all that will. told: None, nobody asks.
     """
 
@@ -161,9 +161,14 @@ class Loading:
         self._whole += sum(part.length for part in parts.values())
         self.tell(0)
         self._threads = ThreadPoolExecutor(READ_AHEAD, "kvclient-loading")
-        self._coming = {
-            key: self._threads.submit(self._fill, key[0], part) for key, part in parts.items() if ahead(part)
-        }
+        self._ahead = [key for key, part in parts.items() if ahead(part)]
+        self._coming: dict[tuple[int, str], Future[memoryview]] = {}
+
+    def begin(self) -> None:
+        """Reads ahead from here on; once."""
+        ahead, self._ahead = self._ahead, []
+        for key in ahead:
+            self._coming[key] = self._threads.submit(self._fill, key[0], self._parts[key])
 
     def __enter__(self) -> Loading:
         return self

@@ -90,7 +90,10 @@ class StreamingCausalLM:
             )
         moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
         with Loading(loading, stay, moved, *_staying(arranged, chosen, model.dtype)) as came:
+            if all(getattr(torch, source.dtype) == model.dtype for source in stay.values()):
+                came.begin()
             rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
+            came.begin()  # a tensor that is copied into another type takes its memory twice: not beside that
             for layer, parts in zip(layers, arranged.layers, strict=True):
                 frame.pack(layer, parts, group, model.dtype)
             frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)

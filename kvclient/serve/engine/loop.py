@@ -244,8 +244,8 @@ class Loop:
         self.counts["prompt_tokens_computed_total"] += upto - reused
         job.exact = job.exact and (report is None or not report.approximate_tokens)
         self._passes.note_rate(upto - reused, time.perf_counter() - began)
-        if not self._noted(entry, report) and reused + 1 < entry.filled:
-            entry.whole = True  # the store kept nothing of the pieces before: no more of them
+        if not self._noted(entry, report) and reused + self._kv.chunker.most < entry.filled:
+            entry.whole = True  # the store kept not even whole blocks of the pieces before: no more of them
         self._scheduler.filled(entry, upto)
         if last:
             job.cache = cache_of(out)

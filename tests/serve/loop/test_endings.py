@@ -74,8 +74,8 @@ def test_all_tokens_of_a_step_are_told_before_an_answer_is_kept(monkeypatch):
                 told.append("token" if isinstance(pair[1], Token) else type(pair[1]).__name__)
                 events.put(pair)
 
-        for index in range(4):
-            ask(loop, prompt(20, seed=index), Hears(), index)
+        hears = Hears()  # all in one step: the loop hears of none before it hears of all
+        loop._news.put(lambda: [ask(loop, prompt(20, seed=index), hears, index) for index in range(4)])
         ended(events, 4)
         loop.close()
     assert told.count("kept") == 4 and told.count("token") == 4 * NEW

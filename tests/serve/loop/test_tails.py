@@ -18,6 +18,7 @@ from kvclient.hf import attention
 from kvclient.hf.release import cache_of
 from kvclient.serve.engine.loop import Loop
 from kvclient.serve.scheduler import Limits
+from tests.hf.reuse.test_chunkers import Tokenizer
 from tests.hf.zoo import build, generate, known, near, prompt
 from tests.serve.loop.test_loop import alone, ask, ended
 
@@ -179,3 +180,18 @@ def test_a_tail_is_its_salts_own_and_a_short_one_is_not_kept(served):
     loop = served[2]
     said(served, short, write=False)
     assert said(served, short, salt=b"three")[1] == 0 and loop.stats()["requests_running"] == 0
+
+
+def test_a_prompt_that_is_cut_by_what_it_says_stays_in_pieces():
+    """Behind a piece a few tokens fill no block of their own: that is not a store that keeps nothing."""
+    model = build("llama", layers=2)
+    options = {"chunker": "paragraph", "tokenizer": Tokenizer(), "block_tokens": 64, "self_test": False}
+    with kvclient.InMemoryClient(64 << 20) as client, kvclient.hf.attach(model, client, **options) as kv:
+        loop, events, jobs = Loop(model, kv, Limits(piece_tokens=128)), queue.Queue(), []
+        for seed in range(8):
+            texts = [prompt(20, seed=seed), prompt(1000, seed=100 + seed)]
+            loop._news.put(lambda: jobs.extend(ask(loop, ids, events, i) for i, ids in enumerate(texts)))  # noqa: B023
+            ended(events, 2)
+        loop.close()
+    pieces = [job.pieces for job in jobs[1::2]]
+    assert min(pieces) >= 7, f"{pieces} pieces of 1,000 tokens"
