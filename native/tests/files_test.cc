@@ -133,10 +133,14 @@ TEST(a_note_that_somebody_has_a_lease_on_is_waited_for) {
   ::signal(SIGIO, SIG_IGN);
   const Fd holder(::open((f.directory / "flushed").c_str(), O_RDWR | O_CLOEXEC));
   CHECK_EQ(::fcntl(holder.get(), F_SETLEASE, F_WRLCK), 0);
-  const auto rest = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
-  std::thread gives_way([&] {
-    for (int i = 0; i < 20'000 && ::fcntl(holder.get(), F_GETLEASE) == F_WRLCK; ++i) rest(1);  // until it is asked for
-    rest(200);                                                                                 // as one far away takes
+  const auto naps = [opener = ::gettid()] {
+    std::ifstream about("/proc/self/task/" + std::to_string(opener) + "/status");
+    for (std::string line; std::getline(about, line);)
+      if (line.starts_with("voluntary")) return std::stol(line.substr(line.find(':') + 1));
+    return 0l;
+  };
+  std::thread gives_way([&, before = naps()] {  // once the opener has waited a while
+    for (int i = 0; i < 1'000'000 && naps() < before + 20; ++i) continue;
     CHECK_EQ(::fcntl(holder.get(), F_SETLEASE, F_UNLCK), 0);
   });
   CHECK_EQ(f.files.flushed_s(), 5u);
