@@ -70,8 +70,8 @@ class Scoped:
     @contextlib.contextmanager
     def looked_at(self, model: torch.nn.Module) -> Iterator[None]:
         """Within it, this thread's calls take the model as it is now: it is looked at for changes once, not
-        for each. What they write is still looked at when it is sealed. One that cannot be looked at is left to
-        each call, which says why.
+        for each. What they write is still looked at when it is sealed. One that cannot be looked at is left
+        to each call, which says why.
         """
         with contextlib.suppress(Exception):
             self._local.usable = self._model_state.current(model)

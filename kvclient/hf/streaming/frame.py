@@ -147,8 +147,8 @@ def read(source: Source) -> torch.Tensor:
 class Loading:
     """What comes to stay in memory: tensors outside of the layers, and the layers' parts that are not
     streamed. Those that stay as they are read are read ahead, from begin() on, in their order, by threads of
-    its own while the model is put together; others when they are asked for, as their copies take memory. Tells of the bytes
-    that came, and of all that will. told: None, nobody asks.
+    its own while the model is put together; others when they are asked for, as their copies take memory.
+    Tells of the bytes that came, and of all that will. told: None, nobody asks.
     """
 
     def __init__(
