@@ -149,7 +149,7 @@ cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in netw
 
 CONTENDERS ?= ours hf
 MINUTES ?= 5
-soak: build $(VENV)/.dev ## 4 and 64 clients, daemon, files, the disk, three hosts and a pool across machines broken at random, each for MINUTES=5; every byte is checked
+soak: build $(VENV)/.dev ## clients, daemon, files, the disk, hosts and a pool across machines broken at random, each for MINUTES=5
 	@$(PY) -m tests.soak --minutes $(MINUTES)
 	@$(PY) -m tests.soak --clients 64 --minutes $(MINUTES)
 	@$(PY) -m tests.soak.hosts --minutes $(MINUTES)

@@ -67,7 +67,10 @@ def _busy(processor_ms: float, directory: Path, number: int, answer_fd: int, sec
 
 def _begin(directory: Path, answer_fd: int) -> None:
     os.write(answer_fd, b"ready\n")
+    parent = os.getppid()
     while not Path(directory, "begin").exists():
+        if os.getppid() != parent:  # who would begin has failed: nobody is left behind
+            raise RuntimeError("the process that measures has ended")
         time.sleep(0.01)
 
 

@@ -292,19 +292,24 @@ def test_a_daemon_that_restarts(daemon, kill):
         assert held(client, key(2)) == before
 
 
+def assert_refused_in_a_child(call):
+    """A region is of the process that made it: the call raises InvalidArgument that says so."""
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+        except kvclient.InvalidArgument as error:
+            os._exit(0 if "process" in str(error) else 2)
+        except BaseException:
+            os._exit(3)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_forked_child_is_refused(client):
     layout = client.register_layout(BLOB)
     with client.register_region(1 << 20) as region:
-        child = os.fork()
-        if child == 0:
-            try:
-                region.register([key(1)], layout, places())
-            except kvclient.InvalidArgument as error:
-                os._exit(0 if "process" in str(error) else 2)
-            except BaseException:
-                os._exit(3)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_refused_in_a_child(lambda: region.register([key(1)], layout, places()))
         assert region.register([key(1)], layout, places())[0].word == "sealed"
 
 

@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 import kvclient
 from kvclient.client.region import AXES
 from tests.conformance.c_region import CRegionClient
-from tests.daemon.memory.test_regions import BLOB, HOSTILE, LAYER, LAYERS, LAYOUT, TOKENS, key, noise, places
+from tests.daemon.memory.test_regions import (
+    BLOB,
+    HOSTILE,
+    LAYER,
+    LAYERS,
+    LAYOUT,
+    TOKENS,
+    assert_refused_in_a_child,
+    key,
+    noise,
+    places,
+)  # fmt: skip
 
 SLOT = 4096
 
@@ -160,16 +171,7 @@ def test_who_must_not_load(client):
     put(client, [key(1)])
     with client.register_region(1 << 20) as region:
         blocks = client.get([key(1)])
-        child = os.fork()
-        if child == 0:
-            try:
-                region.load(blocks, places())
-            except kvclient.InvalidArgument as error:
-                os._exit(0 if "process" in str(error) else 2)
-            except BaseException:
-                os._exit(3)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_refused_in_a_child(lambda: region.load(blocks, places()))
         assert region.load(blocks, places())[0].word == "loaded"
         blocks.release()
 

@@ -8,6 +8,7 @@ quantised blocks what two calls hold, bit by bit.
 """
 
 import queue
+from functools import partial
 
 import pytest
 import torch
@@ -188,9 +189,13 @@ def test_a_prompt_that_is_cut_by_what_it_says_stays_in_pieces():
     options = {"chunker": "paragraph", "tokenizer": Tokenizer(), "block_tokens": 64, "self_test": False}
     with kvclient.InMemoryClient(64 << 20) as client, kvclient.hf.attach(model, client, **options) as kv:
         loop, events, jobs = Loop(model, kv, Limits(piece_tokens=128)), queue.Queue(), []
+
+        def in_one_step(texts):
+            jobs.extend(ask(loop, ids, events, i) for i, ids in enumerate(texts))
+
         for seed in range(8):
             texts = [prompt(20, seed=seed), prompt(1000, seed=100 + seed)]
-            loop._news.put(lambda: jobs.extend(ask(loop, ids, events, i) for i, ids in enumerate(texts)))  # noqa: B023
+            loop._news.put(partial(in_one_step, texts))
             ended(events, 2)
         loop.close()
     pieces = [job.pieces for job in jobs[1::2]]
