@@ -172,6 +172,11 @@ class Case:
     def used(self) -> int:
         return self.client.stats()["used_bytes"]
 
+    def pinned(self, count: int) -> None:
+        """So many blocks are pinned, at once or a moment later: who sent a block to another host, or took one
+        from a closed client, lets go of its own pin then."""
+        wait_until(lambda: self.client.stats()["pins"] == count, f"{count} pins")
+
     def states(self, keys: list[bytes], client: Any = None) -> list[int]:
         return list((client or self.client).lookup(keys).states)
 

@@ -18,7 +18,6 @@ from kvclient.testing.conformance.case import (
     new_keys,
     pattern,
     raises,
-    wait_until,
 )
 
 MISSING, PENDING, RESIDENT = 0, 1, 2
@@ -124,7 +123,7 @@ class ReadingCases(Case):
             check(blocks[0], BIG.num_layers)
             assert self.client.stats()["pins"] >= 1
             del view
-        wait_until(lambda: self.client.stats()["pins"] == 0, "the pin goes with the last view")
+        self.pinned(0)
 
     def churn(self, layout_id: int, count: int) -> None:
         """Writes other bytes over as much memory as the store gives, and deletes it again."""
@@ -139,14 +138,14 @@ class ReadingCases(Case):
         self.needs("pins")
         keys = self.put(3)
         blocks = self.client.get(keys)
-        assert self.client.stats()["pins"] == 3
+        self.pinned(3)
         again = self.open().get(keys[:1])
-        assert self.client.stats()["pins"] == 4
+        self.pinned(4)
         blocks.release()
         blocks.release()
-        assert self.client.stats()["pins"] == 1
+        self.pinned(1)
         again.release()
-        assert self.client.stats()["pins"] == 0
+        self.pinned(0)
 
     def test_after_the_release_nothing_new_can_be_taken(self):
         self.needs("pins")
@@ -174,7 +173,7 @@ class ReadingCases(Case):
         assert np.array_equal(array, pattern(keys[0], 1, (2, 2, 16, 8)))
         del array, blocks
         gc.collect()
-        wait_until(lambda: self.client.stats()["pins"] == 0, "the pin goes with the last view")
+        self.pinned(0)
 
     def test_a_slice_of_a_view_keeps_the_block(self):
         self.needs("pins")
@@ -183,10 +182,10 @@ class ReadingCases(Case):
             part = blocks[0].layer(2)[1, 0, 3:5]
         del blocks
         gc.collect()
-        assert self.client.stats()["pins"] == 1
+        self.pinned(1)
         assert np.array_equal(part, pattern(keys[0], 2, (2, 2, 16, 8))[1, 0, 3:5])
         del part
-        wait_until(lambda: self.client.stats()["pins"] == 0, "the pin goes with the last slice")
+        self.pinned(0)
 
     def test_views_outlive_close(self):
         keys = self.put(1)
@@ -241,7 +240,8 @@ class ReadingCases(Case):
         self.needs("pins")
         key = self.put(1)
         with self.client.get(key * 2) as blocks:
-            assert self.client.stats()["pins"] == 2 and blocks.hits == 2
+            assert blocks.hits == 2
+            self.pinned(2)
             check(blocks[0])
             check(blocks[1])
 
