@@ -67,3 +67,16 @@ TEST(sources_just_before_the_destination) {
     }
   }
 }
+
+TEST(zeros) {
+  for (size_t n : {size_t{0}, size_t{1}, size_t{63}, size_t{64}, size_t{200}, size_t{4096}, size_t{33000}})
+    for (size_t offset : {0, 1, 16, 32, 63}) {
+      Room room(n + 64);
+      uint8_t* to = room.at + offset;
+      std::memset(room.bytes.data(), 0xee, room.bytes.size());
+      write_zeros(to, n);
+      lines_written();
+      for (size_t i = 0; i < n; ++i) CHECK(to[i] == 0);
+      CHECK(to[-1] == 0xee && to[n] == 0xee && to[n + 63] == 0xee);
+    }
+}

@@ -83,6 +83,17 @@ void write_lines(void* dst, const void* src, size_t n) {
 #endif
 }
 
+void write_zeros(void* dst, size_t n) {
+#if defined(__x86_64__)
+  auto* to = static_cast<uint8_t*>(dst);
+  const size_t head = std::min(to_line(dst), n), lines = (n - head) & ~size_t{63};
+  std::memset(to, 0, head);
+  for (size_t i = 0; i < lines; i += sizeof(__m128i)) _mm_stream_si128(reinterpret_cast<__m128i*>(to + head + i), __m128i{});
+  dst = to + head + lines, n -= head + lines;
+#endif
+  std::memset(dst, 0, n);
+}
+
 void lines_written() {
 #if defined(__x86_64__)
   _mm_sfence();

@@ -21,4 +21,7 @@ void copy_stream(void* dst, const void* src, size_t n);
 void write_lines(void* dst, const void* src, size_t n);
 void lines_written();
 
+// Zeros into memory that is in no cache and that nobody reads soon; lines_written() before anybody is told of them.
+void write_zeros(void* dst, size_t n);
+
 }  // namespace kv

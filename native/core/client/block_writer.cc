@@ -169,8 +169,9 @@ void BlockWriter::zero_rest(std::span<const size_t> which) {
   for (size_t i : which) {
     if (!items_[i].open) continue;
     for (uint32_t l = 0; l < layout_.num_layers(); ++l)
-      if (!is_given_out(items_[i], l)) std::memset(layer(i, l), 0, layout_.layer_bytes(l, items_[i].wanted.tokens));
+      if (!is_given_out(items_[i], l)) write_zeros(layer(i, l), layout_.layer_bytes(l, items_[i].wanted.tokens));
   }
+  lines_written();
 }
 
 void BlockWriter::mark_layer(size_t i, uint32_t layer) {
