@@ -3,7 +3,7 @@
     make native-tests && python -m bench.crowd [--blocks 65536] [--json FILE]
     python -m bench.crowd --holds [--blocks 1048576] [--sessions 1000]    (1M blocks: 4 GiB of memory)
     python -m bench.crowd --attach [--sessions 1000]
-    python -m bench.crowd --million [--blocks 1000000]                    (4 GiB of memory, a few minutes)
+    python -m bench.crowd --million [--blocks 1000000] [--pages small]    (4 GiB of memory, a few minutes)
     python -m bench.crowd --clients 64 [--seconds 10]
 
 Puts beside many pins and the holds of the store's lock count processor time (puts.py). The others start a
@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 
 from bench.crowd import clients, million, puts, sessions
+from bench.pages import huge_pages_to_be_had
 
 
 def main() -> None:
@@ -33,13 +34,19 @@ def main() -> None:
     parser.add_argument(
         "--million", action="store_true", help="a million blocks beside 100,000; kill to READY"
     )
+    parser.add_argument(
+        "--pages",
+        choices=("huge", "small"),
+        help="with --million: the memory's (default: huge where a tmpfs can be mounted)",
+    )
     parser.add_argument("--clients", type=int, default=0, help="so many processes that put at the same time")
     parser.add_argument("--seconds", type=float, default=10, help="with --clients (default %(default)s)")
     chosen = parser.parse_args()
     if chosen.attach:
         figures = sessions.measure(chosen.sessions)
     elif chosen.million:
-        figures = million.measure(chosen.blocks or 1_000_000)
+        pages = chosen.pages or ("huge" if huge_pages_to_be_had() else "small")
+        figures = million.measure(chosen.blocks or 1_000_000, pages)
     elif chosen.clients:
         figures = clients.measure(chosen.clients, chosen.seconds)
     elif missing := puts.missing():

@@ -2,9 +2,11 @@
 
 Two daemons with full pools, by turns, so that what else the machine does meets both. Batches of 64 blocks
 that each evict 64 others; look-ups of a prompt's 64 blocks, some prompt's of all, and of 64 keys drawn from
-all: of a million, neither the index's words nor the records are in the processor's cache.
+all: of a million, neither the index's words nor the records are in the processor's cache. Nor are the page
+tables of small pages: so the memory is of huge ones where there are any, as the service has it.
 """
 
+import contextlib
 import hashlib
 import os
 import random
@@ -16,6 +18,7 @@ from statistics import median
 
 import kvclient
 from bench.daemon_figures import Daemon
+from bench.pages import huge_tmpfs
 
 BATCH, TURNS, EACH, FEW = 64, 30, 100, 100_000
 REACH_RATIO, REACH_S = 1.2, 3.0
@@ -30,9 +33,10 @@ def key(number: int) -> bytes:
 class Full:
     """A daemon whose pool holds so many blocks, and no more."""
 
-    def __init__(self, home: Path, blocks: int) -> None:
+    def __init__(self, home: Path, blocks: int, *args: str) -> None:
         self.blocks, self.next = blocks, 0
-        self.daemon = Daemon(home / "d", f"{blocks * 4}KiB", "--max-blocks", str(blocks + blocks // 8))
+        limits = "--max-blocks", str(blocks + blocks // 8)
+        self.daemon = Daemon(home / "d", f"{blocks * 4}KiB", *limits, *args)
         self.daemon.start()
         self.daemon.wait_faulted()
         self.client = kvclient.connect(dir=str(self.daemon.directory))
@@ -74,12 +78,14 @@ class Full:
         return took_s, self.daemon.stats()["namespaces"][0]["counters"]["blocks"]
 
 
-def measure(blocks: int) -> dict:
-    with (
-        tempfile.TemporaryDirectory(prefix="kvcrowd-") as small,
-        tempfile.TemporaryDirectory(prefix="kvcrowd-") as large,
-    ):
-        few, many = Full(Path(small), FEW), Full(Path(large), blocks)
+def measure(blocks: int, pages: str) -> dict:
+    """`pages`: "huge" or "small"."""
+    with contextlib.ExitStack() as stack:
+        homes = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcrowd-"))) for _ in range(3)]
+        args = ("--pool-dir", str(homes[2])) if pages == "huge" else ()
+        if args:
+            stack.enter_context(huge_tmpfs(homes[2], blocks * 6144 + (1 << 30)))
+        few, many = Full(homes[0], FEW, *args), Full(homes[1], blocks, *args)
         took: dict[str, list[float]] = {f"{name}_{row}": [] for name in ("few", "many") for row in ROWS}
         try:
             for _ in range(TURNS):
@@ -97,10 +103,11 @@ def measure(blocks: int) -> dict:
         **{f"{row}_ratio": figures[f"many_{row}_us"] / figures[f"few_{row}_us"] for row in ROWS},
         "ready_s": [took_s for took_s, _ in starts],
         "kept": starts[0][1],
+        "pages": pages,
         "cores": os.cpu_count(),
     }
     ready_s = max(found["ready_s"])
-    print(f"{blocks:,} blocks beside {FEW:,}, medians of batches of {BATCH}:")
+    print(f"{blocks:,} blocks beside {FEW:,}, {pages} pages, medians of batches of {BATCH}:")
     for row, what in ROWS.items():
         took_us, ratio = found[f"many_{row}_us"], found[f"{row}_ratio"]
         print(f"{what}: {took_us:.1f} µs, {ratio:.2f} x (<= {REACH_RATIO})")
