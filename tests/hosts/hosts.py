@@ -82,6 +82,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._pairs: list[socket.socket] = []
+        self._forgotten: set[socket.socket] = set()
+        self.dropped = 0  # connections that ended by forget()
         self._closed = False
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -109,6 +111,9 @@ class Proxy:
                     data = ready.recv(65536)
                     if not data:
                         return
+                    if ready is near and near in self._forgotten:
+                        self.dropped += 1
+                        return
                     (far if ready is near else near).sendall(data if ready is near else self.change(data))
         except (OSError, ValueError):
             return
@@ -121,6 +126,11 @@ class Proxy:
         for connection in self._pairs:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """The connections there are stand until something more is asked on one: then it is gone, and what was
+        asked with it. So it is with one that the other end closed a moment before; new ones are welcome."""
+        self._forgotten.update(self._pairs)
 
     def close(self) -> None:
         self._closed = True

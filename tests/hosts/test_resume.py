@@ -1,6 +1,9 @@
 """A block whose connection breaks half-way goes on behind its last layer, from the same host or another that
-has the same bytes; who follows it notices nothing. Of a host that has others nothing is mixed in.
+has the same bytes; who follows it notices nothing. Of a host that has others nothing is mixed in. What was
+asked on a connection that was gone already is asked once more, on another.
 """
+
+import threading
 
 import pytest
 
@@ -89,3 +92,38 @@ def test_a_block_that_nobody_has_the_rest_of_is_lost_soon(daemon, tmp_path, wait
             with pytest.raises(BlockLost):
                 blocks[0].wait_layer(1, timeout_s=30)
         wait_until(lambda: reader.stats()["used_bytes"] == 0, "its memory is free")
+
+
+def test_what_is_asked_on_connections_that_are_gone_is_asked_once_more(daemon, tmp_path, wait_until):
+    """By one reader, then by several on all streams: nobody gets a miss, and the host is not called down."""
+    hosts = Hosts(daemon, tmp_path)
+    proxy = Proxy(hosts.addresses[0])
+    hosts.reroute(1, 0, proxy.address)
+    hosts.start().wait_up(wait_until)
+    keys, missed = new_keys(200), []
+
+    def read(some):
+        with hosts[1].connect() as reader, reader.get(some, wait_s=30) as blocks:
+            missed.extend(key for key, block in zip(some, blocks, strict=True) if block is None)
+
+    try:
+        with hosts[0].connect() as writer, hosts[1].connect() as reader:
+            with writer.create(keys, writer.register_layout(SMALL.to_blob())) as blocks:
+                for block in blocks:
+                    fill(block)
+            wait_until(lambda: reader.lookup(keys, peers=True).on_peers == len(keys), "word of them came")
+            for first in range(0, 160, 4):  # streams that nothing was asked on yet have no connection to lose
+                proxy.forget()
+                read(keys[first : first + 4])
+            assert not missed and proxy.dropped >= 20
+            proxy.forget()
+            readers = [threading.Thread(target=read, args=(keys[k : k + 4],)) for k in range(160, 200, 4)]
+            for each in readers:
+                each.start()
+            for each in readers:
+                each.join()
+            assert not missed
+            seen = hosts.peers(1)["n0"]
+            assert seen["state"] == "up" and seen["gone"] >= 20 and seen["failed"] == 0
+    finally:
+        proxy.close()

@@ -251,4 +251,6 @@ bool Channel::hung_up() const {
 
 void Channel::cut() const { ::shutdown(socket_.get(), SHUT_RDWR); }
 
+void Channel::hear_no_more() const { ::shutdown(socket_.get(), SHUT_RD); }
+
 }  // namespace kv::peer

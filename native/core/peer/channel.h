@@ -65,6 +65,7 @@ class Channel {
   bool buffered() const { return in_at_ != in_end_; }  // more has come already
   bool hung_up() const;                                // the other end is gone, or said what nobody asked for
   void cut() const;                                    // from any thread: whoever waits on it gets Broken
+  void hear_no_more() const;                           // the same, but what has come already is heard, and can be answered
   int fd() const { return socket_.get(); }             // to poll
 
  private:

@@ -23,7 +23,7 @@ constexpr uint32_t kMostBeside = 1024;  // frames of one answer that bring no la
 }  // namespace
 
 BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const Key> keys,
-                                             const std::function<void(size_t, Outcome)>& ended) {
+                                             const std::function<void(size_t, Outcome)>& ended, bool again) {
   std::vector<Item> landings;
   for (const Key& key : keys) {
     std::optional<Landing> begun = parked_ ? parked_->take(key) : std::nullopt;
@@ -40,10 +40,13 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     whole_.clear();
   };
   const uint64_t end_ns = monotonic_ns() + kLongestNs;
-  const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome)) {
+  const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome), bool open_still = false) {
     seal();
-    for (size_t i = 0; i < landings.size(); ++i)
-      if (landings[i].outcome == Outcome::Open) (this->*end)(landings[i], Outcome::Failed), ended(i, Outcome::Failed);
+    for (size_t i = 0; i < landings.size(); ++i) {
+      if (landings[i].outcome != Outcome::Open) continue;
+      (this->*end)(landings[i], Outcome::Failed);
+      if (!open_still) ended(i, Outcome::Failed);
+    }
     store_.settle();
     tell();
   };
@@ -68,8 +71,8 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
       take_frame(head, landing);
       if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open, to_tell_ = true;
     }
-  } catch (const Broken&) {
-    fail_all(&BlockReceiver::leave);
+  } catch (const Broken& error) {
+    fail_all(&BlockReceiver::leave, again && error.why == Broken::Why::Gone);
     throw;
   } catch (const Error& error) {  // of the store: fenced
     fail_all(&BlockReceiver::give_up);

@@ -62,8 +62,10 @@ class BlockReceiver {
     uint64_t bytes = 0, placed = 0, corrupt = 0;  // the latter two of blocks that the other end placed itself
   };
   // `ended(i, outcome)` for each key as soon as it is known; who waits for blocks is woken here, once for what came together.
-  // Throws Broken, with every key ended: those open as Failed, their memory given back, or parked.
-  Received fetch(uint32_t request, std::span<const Key> keys, const std::function<void(size_t, Outcome)>& ended);
+  // Throws Broken, with every key ended: those open as Failed, their memory given back, or parked. `again`: if the connection is
+  // gone those stay open, for they will be asked for once more.
+  Received fetch(uint32_t request, std::span<const Key> keys, const std::function<void(size_t, Outcome)>& ended,
+                 bool again = false);
 
   // Of the key that has just ended as Busy: nodes that it was sent to.
   const std::vector<std::string>& instead() const { return instead_; }

@@ -57,7 +57,7 @@ void Server::renew() {
   std::lock_guard lock(mutex_);
   for (Visit& visit : visits_) {
     visit.outdated = true;
-    if (visit.idle) visit.channel.cut();
+    if (visit.idle) visit.channel.hear_no_more();  // a request that has come is answered
   }
   wake_watchers();
 }

@@ -120,6 +120,15 @@ void Tier::go() {
   wake_streams();
 }
 
+bool Tier::known(const Key& key) const { return (directory_.holders(key) & usable_.load()) != 0; }
+
+double Tier::estimate_s(uint64_t bytes) const {
+  const uint64_t rate = best_bytes_per_s_.load(std::memory_order_relaxed);
+  if (rate == 0) return -1;
+  return static_cast<double>(best_rtt_us_.load(std::memory_order_relaxed)) * 1e-6 +
+         static_cast<double>(bytes) / static_cast<double>(rate);
+}
+
 // ---------------------------------------------------------------- the threads that fetch: one for each connection
 
 void Tier::run(size_t p, size_t s) {
@@ -131,25 +140,12 @@ void Tier::run(size_t p, size_t s) {
     if (!work_or_care(lock, peer, s)) continue;
     try {
       if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
-      if (!stream.channel) {
-        connect(lock, peer, stream);
-        Quarantine* loans = peer.places ? &loans_ : nullptr;
-        stream.receiver =
-            std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_, &parked_, loans, stream.epoch);
-        peer.failures = 0, peer.may_return = false;
-        become(p, State::Up);
-        peer.work.notify_all();
-      }
-      const std::vector<Key> keys = take_batch(peer);
+      const bool stood = stream.channel != nullptr;
+      if (!stood) open(lock, p, stream);
+      Batch batch{take_batch(peer)};
       if (!peer.queue.empty()) peer.work.notify_one();
-      if (!keys.empty()) {
-        peer.in_flight += keys.size();
-        fetch_batch(lock, p, stream, keys);
-      } else if (s == 0) {
-        lock.unlock();
-        ping(peer, stream);
-        lock.lock();
-      }
+      peer.in_flight += batch.keys.size();
+      if (!batch.keys.empty() || s == 0) work_on(lock, p, stream, batch, stood);
     } catch (const Broken& error) {
       if (!lock.owns_lock()) lock.lock();
       went_wrong(p, stream, error);
@@ -174,33 +170,27 @@ std::vector<Key> Tier::take_batch(Peer& peer) const {
   return keys;
 }
 
-void Tier::fetch_batch(Lock& lock, size_t p, Stream& stream, const std::vector<Key>& keys) {
+void Tier::fetch_batch(size_t p, Stream& stream, Batch& batch, bool again) {
   Peer& peer = *peers_[p];
-  lock.unlock();
+  std::vector<Key> open;
+  std::vector<size_t> numbers;  // theirs, in the batch
+  for (size_t i = 0; i < batch.keys.size(); ++i)
+    if (!(batch.ended >> i & 1)) open.push_back(batch.keys[i]), numbers.push_back(i);
   const uint64_t began_ns = monotonic_ns();
-  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, keys, [&](size_t i, Outcome outcome) {
+  const auto end = [&](size_t i, Outcome outcome) {
     Lock inner(mutex_);
-    ended(p, keys[i], outcome, stream.receiver->instead());
-  });
+    batch.ended |= uint64_t{1} << numbers[i];
+    ended(p, open[i], outcome, stream.receiver->instead());
+  };
+  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, open, end, again);
   const uint64_t took_us = (monotonic_ns() - began_ns) / 1000;
-  lock.lock();
+  Lock lock(mutex_);
   peer.placed += received.placed, peer.corrupt += received.corrupt;
   if (!received.bytes || !took_us) return;
-  peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / keys.size();
+  peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / open.size();
   const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
   peer.bytes_per_s = before ? (7 * before + rate) / 8 : rate;
   tell_speed();
-}
-
-// ---------------------------------------------------------------- where a key goes
-
-bool Tier::known(const Key& key) const { return (directory_.holders(key) & usable_.load()) != 0; }
-
-double Tier::estimate_s(uint64_t bytes) const {
-  const uint64_t rate = best_bytes_per_s_.load(std::memory_order_relaxed);
-  if (rate == 0) return -1;
-  return static_cast<double>(best_rtt_us_.load(std::memory_order_relaxed)) * 1e-6 +
-         static_cast<double>(bytes) / static_cast<double>(rate);
 }
 
 // ---------------------------------------------------------------- where a key goes

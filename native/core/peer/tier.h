@@ -100,6 +100,10 @@ class Tier final : public Fetcher {
     KV_PEER_COUNTERS(X)
 #undef X
   };
+  struct Batch {  // what a stream asks for at a time; nothing: how the peer is
+    std::vector<Key> keys;
+    uint64_t ended = 0;  // a bit a key
+  };
   struct Flight {
     Place place;
     Route route{};
@@ -113,9 +117,11 @@ class Tier final : public Fetcher {
   void run(size_t peer, size_t stream);
   bool work_or_care(Lock& lock, Peer& peer, size_t stream);
   bool of_no_use(const Peer& peer, const Stream& stream) const;
+  void open(Lock& lock, size_t peer, Stream& stream);
   void connect(Lock& lock, Peer& peer, Stream& stream);
   void ping(Peer& peer, Stream& stream);
-  void fetch_batch(Lock& lock, size_t peer, Stream& stream, const std::vector<Key>& keys);
+  void work_on(Lock& lock, size_t peer, Stream& stream, Batch& batch, bool again);
+  void fetch_batch(size_t peer, Stream& stream, Batch& batch, bool again);
   std::vector<Key> take_batch(Peer& peer) const;
   void tell_speed();
   void become(size_t peer, State state);
