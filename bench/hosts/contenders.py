@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MOST = 64 << 20
+MOST = 80 << 20  # a block of 64 MiB, with what stands behind its layers
 SMALL = 4096
 BUILD = Path(__file__).resolve().parents[2] / "build"
 PLACES = {"mooncake": BUILD / "cluster/python", "nixl": BUILD / "peers/python"}

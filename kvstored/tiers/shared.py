@@ -1,8 +1,9 @@
 """A directory that daemons of several hosts have mounted: each writes in its part and reads the others'.
 
 Owns the claim of this daemon's part and the native readers (`native/core/shared`). Never writes into another
-daemon's part, and takes no lock there: a lock over the network would stand or fall with it. Invariant: two
-daemons that follow this never write in one part.
+daemon's part, and takes no lock there: a lock over the network would stand or fall with it. The only one is
+of this daemon's own part, while it is claimed. Invariant: two daemons that follow this never write in one
+part.
 
     DIR/<node>/owner          which machine and runtime directory the part belongs to
     DIR/<node>/<namespace>/   a directory of the disk tier
@@ -11,11 +12,14 @@ daemons that follow this never write in one part.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvstored import _core, log
@@ -25,6 +29,7 @@ from kvstored.process import runtime_dir
 
 OWNER = "owner"
 MAX_OWNER_BYTES = 4096
+CLAIM_WAIT_S, CLAIM_LOOK_S = 10.0, 0.01  # for another that claims it too
 
 
 def check_shared(directory: str) -> None:
@@ -77,12 +82,42 @@ def _is_first(path: str, mark: Mapping[str, str]) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def _alone(directory: str) -> Iterator[None]:
+    """Daemons of this machine look who owns the part, and write that they do, one after another: two that
+    find an owner who is dead would both take it. Another machine's is refused in any case. Where the file
+    system has no such lock (NFS has none of a directory) it is done without. Raises StartupError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + CLAIM_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    break
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"disk_shared: another daemon has been claiming {directory}: it stands still"
+                )
+            time.sleep(CLAIM_LOOK_S)
+        yield
+    finally:
+        os.close(fd)
+
+
 def claim(config: Config) -> None:
     """Says that the part is this daemon's. Raises StartupError where another may be at work in it: one of
     another machine, or a living one of this."""
-    directory, mark = config.own_shared, _self(config)
+    directory = config.own_shared
     check_shared(config.disk_shared)
     runtime_dir.prepare(directory, "disk_shared")
+    with _alone(directory):
+        _claim(directory, _self(config))
+
+
+def _claim(directory: str, mark: dict[str, str]) -> None:
     path = os.path.join(directory, OWNER)
     other = _owner(path, mark)
     if other is None and _is_first(path, mark):

@@ -5,6 +5,8 @@ its key. Files of others are cut, spoiled, replaced by what is no file and taken
 each is a miss, and the file stays as it was.
 """
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ import pytest
 from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys
 from kvstored.config.config import Config
 from kvstored.errors import ConfigError, StartupError
+from kvstored.process import runtime_dir
 from kvstored.tiers.shared import claim
 from tests.conftest import DaemonFailed
 from tests.hosts.hosts import Hosts
@@ -232,6 +235,63 @@ def test_of_two_that_start_at_the_same_moment_one_has_the_part(tmp_path, monkeyp
         claim(made)
     assert json.loads((directory / "a" / "owner").read_text()) == other
     assert [path.name for path in (directory / "a").iterdir()] == ["owner"]
+
+
+def test_of_two_that_find_an_owner_who_is_dead_one_has_the_part(tmp_path, monkeypatch):
+    """The second starts when the first has seen that nobody runs, and has written nothing yet."""
+    directory = tmp_path / "kv"
+    directory.mkdir(mode=0o755)
+    made = [
+        Config(dir=str(tmp_path / name), node="a", disk_shared=str(directory), disk_quota=64 << 20)
+        for name in ("dead", "first", "second")
+    ]
+    claim(made[0])
+    results, stands, flock = {}, threading.Event(), fcntl.flock
+
+    def try_to(config):
+        try:
+            claim(config)
+        except StartupError as error:
+            results[config.dir] = str(error)
+        else:
+            results[config.dir] = ""
+
+    def locked(fd, how):
+        try:
+            flock(fd, how)
+        except OSError:
+            stands.set()
+            raise
+
+    def running(path):
+        if path != os.path.realpath(made[0].dir):
+            return 1
+        if threading.current_thread() is first:
+            second.start()
+            while second.is_alive() and not stands.wait(0.01):
+                pass
+        return None
+
+    first, second = (threading.Thread(target=try_to, args=(config,)) for config in made[1:])
+    monkeypatch.setattr(fcntl, "flock", locked)
+    monkeypatch.setattr(runtime_dir, "running_pid", running)
+    first.start()
+    first.join()
+    second.join()
+    assert results[made[1].dir] == "" and "another `node`" in results[made[2].dir]
+    assert json.loads((directory / "a" / "owner").read_text())["dir"] == os.path.realpath(made[1].dir)
+
+
+@pytest.mark.parametrize("error", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_a_directory_has_no_lock_the_part_is_claimed_without(tmp_path, monkeypatch, error):
+    def none(fd, how):
+        raise OSError(error, os.strerror(error))
+
+    directory = tmp_path / "kv"
+    directory.mkdir(mode=0o755)
+    monkeypatch.setattr(fcntl, "flock", none)
+    claim(Config(dir=str(tmp_path), node="a", disk_shared=str(directory), disk_quota=64 << 20))
+    assert (directory / "a" / "owner").exists()
 
 
 def test_what_is_not_shared_is_not_kept_where_others_read(hosts, shared, wait_until, tmp_path):
