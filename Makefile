@@ -7,6 +7,8 @@
 PYTHON ?= $(firstword $(wildcard $(shell command -v python3.11)) python3)
 JOBS ?= 2
 export JOBS
+# Some machines forbid it; every process that a test starts would compile what it imports.
+export PYTHONDONTWRITEBYTECODE =
 VENV := .venv
 PY := $(VENV)/bin/python
 LOCK := mkdir -p build && flock build/lock
@@ -125,8 +127,10 @@ page: model $(VENV)/.browser ## every control of the chat page in a real browser
 CTEST = $(VENV)/bin/ctest --test-dir build/dev -j $$((2 * $(JOBS))) --output-on-failure
 
 # Files side by side, two more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
-# `alone` waits for the others (tests/turns.py); what takes long comes first (tests/order.py).
-BESIDE = -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder
+# `alone` waits for the others (tests/turns.py); what takes long comes first (tests/order.py); the processes are
+# forked behind their imports (tests/workers.py). Plugins that packages bring along are seconds of imports each.
+BESIDE = -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder \
+	--disable-plugin-autoload -p xdist -p timeout -p tests.workers
 
 test: model native-tests ## build and pass the tests
 	@$(CTEST)

@@ -35,6 +35,7 @@ IMPORTED_BY_MODELS = (
     "kvclient.hf", "kvclient.serve.__main__", "kvclient.serve.http.app", "tests.hf.zoo",
 )  # fmt: skip
 IMPORTED_BY_DAEMONS = ("kvstored.cli.main", "kvstored.cli.commands", "kvstored.server")
+BESIDE = "KVSTORED_TESTS_BESIDE"  # names the descriptor of a WarmWorker's server
 
 
 # ---------------------------------------------------------------- in the test's process
@@ -42,10 +43,13 @@ IMPORTED_BY_DAEMONS = ("kvstored.cli.main", "kvstored.cli.commands", "kvstored.s
 
 # Of two threads at once one would hear of the other's process, or stop adopting before it is an orphan.
 _handing_over = threading.Lock()
+_beside = os.environ.pop(BESIDE, None)  # nobody else's: a descriptor of this process
 
 
 @cache
 def _server(python: str, imported: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> socket.socket:
+    if _beside is not None and (python, imported, variables) == (sys.executable, IMPORTED_BY_MODELS, ()):
+        return socket.socket(fileno=int(_beside))
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
         [python, "-m", "tests.warm_python", str(there.fileno()), *imported], cwd=ROOT,
@@ -66,6 +70,7 @@ class WarmPython(subprocess.Popen):
     python = sys.executable  # another environment's has what this module needs, too
     imported = IMPORTED_BY_MODELS
     variables: tuple[tuple[str, str], ...] = ()  # that are read while importing
+    beside = False  # whether it has a server of its own from the start, for its IMPORTED_BY_MODELS
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
@@ -77,6 +82,7 @@ class WarmPython(subprocess.Popen):
             "argv": [str(word) for word in args[1:]],
             "cwd": str(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
+            "beside": self.beside,
         }
         request = json.dumps(wanted).encode()
         assert len(request) <= MOST_BYTES, "a request is one message"
@@ -97,6 +103,12 @@ class WarmDaemon(WarmPython):
     """Of what `-m kvstored` runs."""
 
     imported = IMPORTED_BY_DAEMONS
+
+
+class WarmWorker(WarmPython):
+    """Of what a process of `pytest -n` runs; `imported` has IMPORTED_BY_MODELS among others."""
+
+    beside = True
 
 
 def run(
@@ -142,6 +154,21 @@ def _forked(door: socket.socket) -> dict[str, Any] | None:
             os.close(file)
 
 
+def _with_server(wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """Forks a server beside this process. Returns in both, and in what the server forks, what it is to do."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        here.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)  # the ends of the pipes are the other's
+        os.close(null)
+        return _forked(there)
+    there.close()
+    wanted["env"][BESIDE] = str(here.detach())
+    return wanted
+
+
 def _become(wanted: dict[str, Any]) -> None:
     """As the interpreter begins with these arguments, but for its imports."""
     os.chdir(wanted["cwd"])
@@ -177,5 +204,7 @@ if __name__ == "__main__":
         importlib.import_module(module)
     gc.freeze()  # what is shared is not looked at, and so not copied, by those that are forked
     asked = _forked(socket.socket(fileno=int(sys.argv[1])))
+    if asked is not None and asked["beside"]:
+        asked = _with_server(asked)
     if asked is not None:
         _become(asked)

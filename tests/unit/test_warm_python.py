@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.warm_python import WarmDaemon, run
+from tests.warm_python import ROOT, WarmDaemon, WarmWorker, run
 
 PROGRAMS = {
     "words, environment, directory": (
@@ -79,3 +79,17 @@ def test_of_many_that_start_at_once_each_is_a_child_and_the_one_that_was_asked_f
 def test_a_traceback_is_told():
     done = run([sys.executable, "-c", "1 / 0"], timeout=60, python=WarmDaemon)
     assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_worker_has_a_server_from_its_start(monkeypatch):
+    """Forked beside it: one that was started for its first process would have imported torch."""
+    monkeypatch.setattr(WarmWorker, "imported", ("kvstored.server",))
+    program = """
+import sys
+from tests.warm_python import run
+asked = "import sys; print('torch' in sys.modules, 'kvstored.server' in sys.modules)"
+for _ in range(2):
+    print(run([sys.executable, "-c", asked], timeout=60).stdout.split())
+"""
+    done = run([sys.executable, "-c", program], timeout=60, python=WarmWorker, cwd=ROOT)
+    assert (done.stdout, done.returncode) == (2 * "['False', 'True']\n", 0), done.stderr
