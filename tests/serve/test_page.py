@@ -17,6 +17,11 @@ pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SOME = re.compile(".{20}", re.S)
 LONG = "words of one conversation that come again in each of its turns, " * 3
+FILL = """() => { for (let size = 1 << 23; size > 0; size >>= 1)
+    try { for (let at = 0; ; ++at) sessionStorage.setItem(`${size} ${at}`, "x".repeat(size)); } catch {} }"""
+FOCUSED = """() => { const e = document.activeElement; // its name, its ring, what it is called
+    return [e.id || e.textContent, getComputedStyle(e).outlineStyle,
+            e.labels?.length || e.ariaLabel || e.textContent]; }"""
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +36,18 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def roomy(home, tmp_path_factory):
-    """A server whose answers may be long enough to be stopped."""
+def long_home(home, tmp_path_factory):
+    """The model, with answers long enough to be stopped."""
     model = tmp_path_factory.mktemp("roomy") / "model"
     shutil.copytree(home, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
-    server = Server(model, "--store", "64MiB")
+    return model
+
+
+@pytest.fixture(scope="module")
+def roomy(long_home):
+    server = Server(long_home, "--store", "64MiB")
     yield server
     server.end()
 
@@ -53,12 +63,12 @@ def expect(locator):
     return told(locator)
 
 
-def opened(browser, url, **how):
+def opened(browser, url, model="tiny", **how):
     context = browser.new_context(viewport={"width": 1280, "height": 860}, **how)
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(url)
-    expect(page.locator("#model")).to_have_text("tiny")
+    expect(page.locator("#model")).to_have_text(model)
     page.fill("#max_tokens", "24")
     page.fill("#temperature", "0")
     yield page
@@ -82,6 +92,16 @@ def asked(page, act):
         act()
     page.wait_for_selector("#stop", state="hidden")
     return caught.value.post_data_json
+
+
+def answers(page, *pieces, **last):
+    """Has the page hear these deltas, and no server."""
+    told = [{"choices": [{"index": 0, "delta": piece, "finish_reason": None}]} for piece in pieces]
+    told.append({"choices": [{"index": 0, "delta": {}, "finish_reason": last.pop("finish", "stop")}]})
+    told.append({"choices": [], **last})
+    body = "".join(f"data: {json.dumps(piece)}\n\n" for piece in told) + "data: [DONE]\n\n"
+    heard = {"content_type": "text/event-stream", "body": body}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**heard))
 
 
 def test_a_conversation_is_streamed_and_its_figures_stand_beside_it(page):
@@ -166,15 +186,125 @@ def test_markup_is_text_and_a_large_message_is_taken_or_refused_with_its_reason(
 
 def test_markup_in_an_answer_is_text(page):
     markup = "<img src=x onerror=alert(1)><script>alert(2)</script> <a href=javascript:alert(3)>x</a> **b**"
-    pieces = [{"choices": [{"index": 0, "delta": {"content": markup[at : at + 7]}, "finish_reason": None}]}
-              for at in range(0, len(markup), 7)]  # fmt: skip
-    pieces.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    body = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n"
-    told = {"content_type": "text/event-stream", "body": body}
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(**told))
+    answers(page, *({"content": markup[at : at + 7]} for at in range(0, len(markup), 7)))
     say(page, "what does a model say")
     assert page.locator("#log img, #log script, #log a").count() == 0
     assert markup in page.inner_text(".assistant .text")
+
+
+def test_every_tier_is_told_and_drawn_and_what_is_approximate(page):
+    reuse = {"prompt_tokens": 1000, "reused_tokens": 900, "memory_tokens": 500, "disk_tokens": 300,
+             "peer_tokens": 100, "approximate_tokens": 40, "ttft_s": 0.05,
+             "cold_ttft_estimate_s": 1.5}  # fmt: skip
+    answers(page, {"content": "so"}, kv_reuse=reuse)
+    say(page, "where from?")
+    told = page.locator(".assistant .reuse").first.inner_text()
+    assert "900 of 1000 tokens reused (500 memory, 300 disk, 100 other host)" in told
+    assert "40 approximate" in told and "first token after 50 ms" in told
+    assert "about 1.50 s without the store (an estimate)" in told
+    whole = page.locator(".assistant .bar").bounding_box()["width"]
+    for kind, share in {"memory": 0.5, "disk": 0.3, "peer": 0.1, "computed": 0.1}.items():
+        assert page.locator(f".assistant .bar .{kind}").bounding_box()["width"] == pytest.approx(
+            share * whole, abs=1
+        )
+    assert re.search(r"approximately\s*40\s", page.inner_text("#talk"))
+    assert re.search(r"waiting saved, about\s*1.45 s", page.inner_text("#talk"))
+    assert page.get_attribute("#plot", "aria-label").endswith(": 50 ms reused")
+
+
+def test_thoughts_can_be_opened_and_an_answer_at_its_longest_says_so(page):
+    answers(
+        page,
+        {"reasoning_content": "first "},
+        {"reasoning_content": "this"},
+        {"content": "x"},
+        finish="length",
+    )
+    say(page, "think")
+    assert page.locator(".assistant details span").text_content() == "first this"
+    assert not page.locator(".assistant details span").is_visible()
+    page.click(".assistant summary")
+    assert page.locator(".assistant details span").is_visible()
+    assert "ended at the longest answer" in page.inner_text("#log")
+
+
+def test_a_message_of_100_kb_is_asked_whole_and_takes_no_more_room_than_a_page(page):
+    answers(page, {"content": "long"})
+    body = asked(page, lambda: say(page, "x y " * 25_000, ended=False))
+    assert body["messages"] == [{"role": "user", "content": "x y " * 25_000}]
+    assert page.locator(".user .text").bounding_box()["height"] < 400
+    page.reload()
+    assert len(page.locator(".user .text").text_content()) == 100_000
+
+
+def test_a_full_storage_of_the_browser_stops_nothing(page):
+    page.evaluate(FILL)
+    say(page, "remember this")
+    say(page, "and this")
+    assert page.locator(".turn.assistant .reuse").count() == 2
+    page.fill("#system", "be brief")
+    page.reload()
+    assert page.locator(".turn").count() == 0
+
+
+def test_settings_and_figures_outlast_a_reload_and_the_key_does_not(page):
+    say(page, "one")
+    page.fill("#system", "be brief")
+    page.fill("#top_p", "0.5")
+    page.check("#window")
+    page.fill("#recent", "48")
+    page.fill("#key", "secret")
+    page.reload()
+    assert page.input_value("#system") == "be brief" and page.input_value("#top_p") == "0.5"
+    expect(page.locator("#sizes")).to_be_visible()
+    assert page.input_value("#key") == "" and "secret" not in page.evaluate(
+        "JSON.stringify({...sessionStorage})"
+    )
+    assert page.locator("#plot rect").count() == 1
+    body = asked(page, lambda: say(page, "two", ended=False))
+    assert body["window"]["recent"] == 48 and body["messages"][0]["content"] == "be brief"
+
+
+def test_everything_can_be_done_by_keyboard(page):
+    keys = page.keyboard
+    page.fill("#max_tokens", "7000")
+    page.focus("#message")
+    keys.type("one")
+    keys.press("Shift+Enter")
+    keys.type("two")
+    keys.press("Enter")
+    expect(page.locator(".assistant .text")).to_have_text(SOME)
+    assert page.inner_text(".user .text") == "one\ntwo"
+    assert page.get_attribute("#log", "aria-busy") == "true"
+    keys.press("Escape")
+    page.wait_for_selector("#stop", state="hidden")
+    assert "stopped" in page.inner_text("#log") and page.get_attribute("#log", "aria-busy") == "false"
+    met = []
+    for _ in range(40):
+        keys.press("Tab")
+        who = page.evaluate(FOCUSED)
+        if who[0] == "message":
+            break
+        if who[0] != page.locator("body").text_content():
+            met.append(who)
+    wanted = ["send", "system", "temperature", "top_p", "max_tokens", "seed", "window", "key", "clear"]
+    names = [name for name, *_ in met]
+    assert [name for name in names if name in wanted] == wanted and "Edit and resend" in names
+    assert all(outline != "none" and name for _, outline, name in met), met
+    keys.press("Shift+Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Edit and resend"
+    keys.press("Enter")
+    assert page.input_value("#message") == "one\ntwo" and page.locator(".turn").count() == 0
+
+
+def test_who_sets_something_while_an_answer_comes_stays_there(page):
+    page.fill("#max_tokens", "200")
+    say(page, "go on", ended=False)
+    page.focus("#system")
+    page.keyboard.type("be brief")
+    page.wait_for_selector("#stop", state="hidden")
+    assert page.evaluate("document.activeElement.id") == "system"
+    assert page.input_value("#system") == "be brief"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -186,6 +316,9 @@ def test_light_and_dark_differ_and_can_be_read(browser, roomy, scheme):
         text = page.evaluate("getComputedStyle(document.querySelector('.text')).color")
         assert (text == "rgb(0, 0, 0)") == (scheme == "light")
         page.set_viewport_size({"width": 400, "height": 800})
+        page.evaluate("scrollTo(0, 0)")
+        box = page.locator("#message").bounding_box()
+        assert 0 < box["y"] and box["y"] + box["height"] <= 800, "settings stand below, the message in view"
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -194,5 +327,35 @@ def test_a_server_that_is_gone_is_said(browser, home):
     for page in opened(browser, server.url):
         server.end()
         say(page, "anybody?")
-        assert "No answer" in page.inner_text(".error")
+        assert "No answer: the connection" in page.inner_text(".error")
         expect(page.locator("#state")).to_contain_text("does not answer")
+
+
+def test_a_server_that_dies_in_an_answer_leaves_what_it_said(browser, long_home):
+    server = Server(long_home, "--store", "64MiB")
+    for page in opened(browser, server.url):
+        page.fill("#max_tokens", "7000")
+        say(page, "go on", ended=False)
+        expect(page.locator(".assistant .text")).to_have_text(SOME)
+        server.process.kill()
+        page.wait_for_selector("#stop", state="hidden")
+        assert "It breaks off" in page.inner_text(".error")
+        assert len(page.inner_text(".assistant .text")) >= 20
+        expect(page.locator("#state")).to_contain_text("does not answer")
+    server.end()
+
+
+def test_a_server_with_keys_answers_once_one_is_typed(browser, home, tmp_path):
+    (tmp_path / "keys").write_text("secret\n")
+    server = Server(home, "--store", "64MiB", "--api-key-file", str(tmp_path / "keys"))
+    for page in opened(browser, server.url, model=""):
+        expect(page.locator("#state")).to_contain_text("key")
+        say(page, "anybody?")
+        assert "No answer" in page.inner_text(".error")
+        page.fill("#key", "secret")
+        page.press("#key", "Tab")
+        expect(page.locator("#model")).to_have_text("tiny")
+        expect(page.locator("#state")).to_have_text("")
+        assert len(asked(page, lambda page=page: say(page, "and now?", ended=False))["messages"]) == 1
+        assert page.locator(".assistant .reuse").count() == 1
+    server.end()
