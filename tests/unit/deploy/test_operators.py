@@ -15,6 +15,7 @@ from tests.unit.deploy.manifests import (
     DEPLOY,
     KUBERNETES,
     KUBERNETES_VERSION,
+    ROOT,
     documents,
     entry,
     taken,
@@ -98,3 +99,13 @@ def test_systemd_accepts_the_servers_unit(tmp_path):
     both = [units / "kvstored.service", units / "kvclient-serve.service"]
     done = subprocess.run(["systemd-analyze", "verify", *both], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_no_image_is_built_from_what_git_ignores():
+    def patterns(name):
+        return {line for line in (ROOT / name).read_text().splitlines() if line and line[0] != "#"}
+
+    def said(line):  # git's pattern without a slash inside is met at any depth
+        return line.strip("/") if line.startswith("/") else f"**/{line.strip('/')}"
+
+    assert {said(line) for line in patterns(".gitignore")} | {".git"} == patterns(".dockerignore")
