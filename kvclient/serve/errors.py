@@ -52,6 +52,11 @@ def unsupported(name: str, detail: str = "") -> ApiError:
     return ApiError(400, f"{name} is not supported{detail and ': ' + detail}", param=name, code="unsupported")
 
 
+def unprocessable(message: str, param: str) -> ApiError:
+    """The error for what is well formed, and would be answered by another model."""
+    return ApiError(422, message, param=param, code="unprocessable")
+
+
 def too_long(tokens: int, wanted: int, limit: int) -> ApiError:
     """The error for a prompt of so many tokens, with so many more wanted, beyond the limit."""
     longest = max(0, limit - wanted)

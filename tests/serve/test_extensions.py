@@ -18,6 +18,8 @@ from tests.hf.awq_checkpoint import write_checkpoint
 from tests.hf.zoo import build
 from tests.serve.conftest import Server
 
+openai = pytest.importorskip("openai", reason="the openai client is not installed: make test installs it")
+
 TEXT = "Seven swans swim south along the slow river and do not stop. " * 5
 
 
@@ -112,6 +114,31 @@ def test_reasoning_comes_apart_from_the_answer_streamed_or_not(home, tmp_path, s
     told = [event["choices"][0]["delta"] for event in events if event["choices"]]
     assert "".join(delta.get("reasoning_content", "") for delta in told) == message["reasoning_content"]
     assert not any(delta.get("content") for delta in told)
+
+
+def test_what_another_model_would_answer_is_422_in_every_apis_shape(home, tmp_path):
+    model = tmp_path / "strict"
+    shutil.copytree(home, model)
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turns alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    strict = Server(model, "--store", "16MiB")
+    turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    try:
+        with openai.OpenAI(base_url=strict.url + "/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.UnprocessableEntityError, match="turns alternate") as told:
+                client.chat.completions.create(model="tiny", messages=turns, max_tokens=2)
+            assert (told.value.code, told.value.param) == ("unprocessable", "messages")
+            assert client.chat.completions.create(model="tiny", messages=turns[:1], max_tokens=2).choices
+        asked = {"model": "tiny", "messages": turns, "max_tokens": 2, "stream": True}
+        assert strict.post("/v1/chat/completions", asked)[0] == 422, "before a stream has begun"
+        asked["messages"] = [{"role": "assistant", "content": "a"}]
+        status, _, said = strict.post("/v1/messages", asked)
+    finally:
+        strict.end()
+    assert (status, said["error"]["type"]) == (422, "invalid_request_error")
 
 
 def test_an_awq_checkpoint_is_served_packed(home, tmp_path):

@@ -123,3 +123,16 @@ def test_the_routers_flags_are_bounded(capsys, flags, word):
         main(["route", *flags])
     assert ended.value.code == 2 and word in capsys.readouterr().err
     assert main(["route", "http://x:1", "--print-config"]) == 0
+
+
+def test_the_page_of_the_server_has_every_status():
+    """What the sources raise, and the table of errors."""
+    page = (ROOT / "docs/serving.md").read_text()
+    table = page[page.index("| status | when |") :].split("\n\n")[0]
+    told = {int(status) for row in table.splitlines()[2:] for status in re.findall(r"\d+", row.split("|")[1])}
+    texts = [path.read_text() for path in (ROOT / "kvclient/serve").rglob("*.py")]
+    raised = {
+        int(status) for text in texts for status in re.findall(r"(?:ApiError|Failed)\((?:\s*)(\d{3})", text)
+    }
+    assert raised <= told, raised - told
+    assert told == raised

@@ -25,7 +25,7 @@ from kvclient.serve.engine.loop import Loop
 from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.engine.text import Text
 from kvclient.serve.engine.windowed import Windowing
-from kvclient.serve.errors import ApiError, too_large, too_long, unsupported
+from kvclient.serve.errors import ApiError, too_large, too_long, unprocessable, unsupported
 from kvclient.serve.http.grammar import Grammars
 from kvclient.serve.http.messages import Counted
 from kvclient.serve.http.messages import as_chat as messages_as_chat
@@ -244,7 +244,7 @@ class Asking:
         template, and for what of it is not the client's to set.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions")
+            raise unprocessable(f"{self.model_name} has no chat template; use /v1/completions", "messages")
         reserved = sorted(set(keywords or ()) & self._template_words)
         if reserved:  # a template of the client's own is a program that may run for hours
             raise unsupported(f"chat_template_kwargs.{reserved[0]}")

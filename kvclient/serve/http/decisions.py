@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvclient.serve.errors import ApiError, unsupported
+from kvclient.serve.errors import unprocessable, unsupported
 from kvclient.serve.http.answers.run import Choice, Run
 from kvclient.serve.http.asking import Ask, Asking
 from kvclient.serve.http.schema import CacheOptions, CompletionRequest, Message, Strict
@@ -126,7 +126,7 @@ def _labels(question: Question) -> Sequence[str]:
 def _label_tokens(tokenizer: Any, labels: Sequence[str]) -> tuple[int, ...]:
     first = tuple(tokenizer(label, add_special_tokens=False)["input_ids"][0] for label in labels)
     if len(set(first)) < len(first):
-        raise ApiError(400, f"this model's tokens do not tell {len(labels)} labels apart", param="questions")
+        raise unprocessable(f"this model's tokens do not tell {len(labels)} labels apart", "questions")
     return first
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvclient.serve.errors import ApiError
+from kvclient.serve.errors import unprocessable
 
 SHORT_IDS = "length != 9"  # in templates of mistral's, which refuse ids of calls that are longer
 Told = dict[str, Any]
@@ -35,7 +35,8 @@ def rendered(tokenizer: Any, messages: Sequence[Told], tools: list[Told] | None,
             text = str(tokenizer.apply_chat_template(told, tools=tools, tokenize=False, **keywords))
         except Exception as error:  # a template is a program of the model's author
             if tried is plain:
-                raise ApiError(400, f"the chat template refuses these messages: {error}") from error
+                text = f"the chat template refuses these messages: {error}"
+                raise unprocessable(text, "messages") from error
             continue
         if tried is plain or not any(value and str(value) in text for value in arguments):
             break
