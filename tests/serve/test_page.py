@@ -318,7 +318,7 @@ def test_light_and_dark_differ_and_can_be_read(browser, roomy, scheme):
         page.set_viewport_size({"width": 400, "height": 800})
         page.evaluate("scrollTo(0, 0)")
         box = page.locator("#message").bounding_box()
-        assert 0 < box["y"] and box["y"] + box["height"] <= 800, "settings stand below, the message in view"
+        assert box["y"] > 0 and box["y"] + box["height"] <= 800, "settings stand below, the message in view"
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
