@@ -55,7 +55,7 @@ def rendered(helm, tmp_path):
         path.write_text(json.dumps(values or {}))
         done = helm("template", "kvstored", CHART, "--namespace", "kvstored", "--values", path)
         assert done.returncode == 0, done.stderr
-        return {one["kind"]: one for one in yaml.safe_load_all(done.stdout) if one}
+        return {thing["kind"]: thing for thing in yaml.safe_load_all(done.stdout) if thing}
 
     return render
 
@@ -78,9 +78,9 @@ def test_its_own_values_are_the_kustomization(tools, helm, rendered):
     )
     command = [tools["kubectl"], "kustomize", str(KUBERNETES)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    wanted = {one["kind"]: one for one in yaml.safe_load_all(built)}
+    wanted = {thing["kind"]: thing for thing in yaml.safe_load_all(built)}
     del wanted["Namespace"]  # `helm install --create-namespace` makes it
-    assert {kind: without_labels(one) for kind, one in rendered().items()} == wanted
+    assert {kind: without_labels(thing) for kind, thing in rendered().items()} == wanted
 
 
 def test_other_values_are_taken_by_kubernetes_and_by_the_programs(rendered):
@@ -92,14 +92,14 @@ def test_other_values_are_taken_by_kubernetes_and_by_the_programs(rendered):
         "server": {"keysSecret": "", "replicas": 5, "modelName": "a model: 'x'", "modelClaim": "smol",
                    "extraArgs": ["--kv-codec", "int8"], **somewhere},
     })  # fmt: skip
-    for one in changed.values():
-        validate.validate(one, KUBERNETES_VERSION, strict=True)
+    for thing in changed.values():
+        validate.validate(thing, KUBERNETES_VERSION, strict=True)
     daemon, server = pod(changed["DaemonSet"]), pod(changed["Deployment"])
     assert daemon["containers"][0]["resources"]["limits"]["memory"] == f"{100 * 1024 + 512}Mi"
-    for name, one in (("daemon", daemon), ("server", server)):
-        words = taken([*entry(name), *one["containers"][0]["args"]])
-        assert one["nodeSelector"] == {"pool": "llm"} and one["tolerations"] == somewhere["tolerations"]
-        assert one["volumes"][0]["hostPath"]["path"] == "/var/run/kv"
+    for name, spec in (("daemon", daemon), ("server", server)):
+        words = taken([*entry(name), *spec["containers"][0]["args"]])
+        assert spec["nodeSelector"] == {"pool": "llm"} and spec["tolerations"] == somewhere["tolerations"]
+        assert spec["volumes"][0]["hostPath"]["path"] == "/var/run/kv"
     assert words.served_model_name == "a model: 'x'" and words.api_key_file is None
     assert "keys" not in {volume["name"] for volume in server["volumes"]}
     assert changed["Deployment"]["spec"]["replicas"] == 5
