@@ -82,7 +82,7 @@ is not ours. Exit code 1 if something is wrong and was not repaired.""",
   kvstored top --once           one look, for scripts""",
     "stop": """examples:
   kvstored stop                 SIGTERM, and wait until the daemon is gone; says what stays
-  kvstored stop --discard       and free its memory""",
+  kvstored stop --discard       and free its memory; exit code 1 if some of it stays""",
     "layouts": """examples:
   kvstored layouts
   kvstored layouts --namespace batch --json

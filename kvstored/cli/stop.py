@@ -29,29 +29,28 @@ def nobody_in(directory: str) -> str:
 
 def run(arguments: argparse.Namespace, directory: str) -> int:
     pid = runtime_dir.running_pid(directory)
-    if pid is None and not (arguments.discard and pool_list.kept_bytes(directory)):
-        return complain(nobody_in(directory), Exit.UNREACHABLE, arguments)
     if pid is not None and (code := _ended(pid, arguments, directory)) != Exit.DONE:
         return code
-    kept_bytes = pool_list.kept_bytes(directory)
-    if arguments.discard and kept_bytes:
-        _discard(directory)
-        kept_bytes, freed_bytes = pool_list.kept_bytes(directory), kept_bytes
-    else:
-        freed_bytes = 0
+    with runtime_dir.as_its_user(directory):
+        kept_bytes, freed_bytes = pool_list.kept_bytes(directory), 0
+        if pid is None and not (arguments.discard and kept_bytes):
+            return complain(nobody_in(directory), Exit.UNREACHABLE, arguments)
+        if arguments.discard and kept_bytes:
+            _discard(directory)
+            before, kept_bytes = kept_bytes, pool_list.kept_bytes(directory)
+            freed_bytes = before - kept_bytes
     ended = "no daemon ran" if pid is None else f"pid {pid} has ended"
     stays = f"; {approximate_size(freed_bytes)} freed" if freed_bytes else ""
     if kept_bytes:
-        stays = (
-            f"; {approximate_size(kept_bytes)} of shared memory stay for the next daemon: "
-            "kvstored stop --discard frees them"
-        )
+        size = approximate_size(kept_bytes)
+        more = "for the next daemon: kvstored stop --discard frees them"
+        stays += f"; {size} of shared memory stay " + ("all the same" if arguments.discard else more)
     show(
         arguments,
         {"stopped": pid, "kept_bytes": kept_bytes, "freed_bytes": freed_bytes},
         ended + stays,
     )
-    return Exit.DONE
+    return Exit.NO if arguments.discard and kept_bytes else Exit.DONE
 
 
 def _ended(pid: int, arguments: argparse.Namespace, directory: str) -> Exit:
@@ -69,6 +68,9 @@ def _ended(pid: int, arguments: argparse.Namespace, directory: str) -> Exit:
         if (found := runtime_dir.listening_pid(directory)) not in (None, pid):
             where = f"is pid {found} here" if found else "has no pid here: it runs in a container"
             return complain(f"the daemon in {directory} says pid {pid} and {where}", Exit.REFUSED, arguments)
+        if not runtime_dir.holds_lock(pid, directory):
+            why = "an earlier daemon left its number, and another starts there now: try again"
+            return complain(f"pid {pid} does not hold the lock of {directory}: {why}", Exit.REFUSED, arguments)
         signal.pidfd_send_signal(watched, signal.SIGTERM)
         if not select.select([watched], [], [], arguments.timeout_s)[0]:
             return complain(

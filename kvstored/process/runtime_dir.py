@@ -16,6 +16,7 @@ import socket
 import stat
 import struct
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from kvstored.errors import StartupError
@@ -125,6 +126,43 @@ def belongs(pid: int, path: str) -> bool:
         return owners == {os.stat(f"/proc/{pid}").st_uid}
     except OSError:
         return False
+
+
+def holds_lock(pid: int, path: str) -> bool:
+    """Whether the process has the directory's lock open: a number in a file that an earlier daemon left may be
+    anybody's by now. Yes where the kernel does not let us look."""
+    try:
+        lock = os.lstat(os.path.join(path, "daemon.lock"))
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), lock):
+                    return True
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+@contextlib.contextmanager
+def as_its_user(path: str) -> Iterator[None]:
+    """Root does in a daemon's directory what the directory's user could do, and no more: what it made or
+    removed there as root would be a foreign file to the next daemon."""
+    try:
+        owner = os.stat(path)
+    except OSError:
+        owner = None
+    if owner is None or os.geteuid() != 0 or owner.st_uid == 0:
+        yield
+        return
+    group = os.getegid()
+    os.setegid(owner.st_gid)
+    os.seteuid(owner.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
 
 
 def listening_pid(path: str) -> int | None:
