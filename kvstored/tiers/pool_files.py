@@ -14,6 +14,7 @@ import glob
 import hashlib
 import os
 import re
+import secrets
 import stat
 from typing import Protocol
 
@@ -205,6 +206,19 @@ def mark_of(directory: str) -> str:
     except OSError:
         return ""
     return hashlib.sha256(f"{home}\0{found.st_dev}\0{found.st_ino}".encode()).hexdigest()[:8]
+
+
+def is_path(text: str) -> bool:
+    """Whether the kernel can be asked about it: JSON can hold halves of characters."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def new_prefix(directory: str, number: int) -> str:
+    """Of a pool of this runtime directory that nobody has made yet."""
+    return f"kvstored-{mark_of(directory)}{secrets.token_hex(4)}-{number}"
 
 
 def note_home(prefix: str, directory: str) -> None:

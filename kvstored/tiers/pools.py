@@ -43,8 +43,10 @@ from kvstored.tiers.pool_files import (
     Sealed,
     chosen,
     has_huge_pages,
+    is_path,
     lying_about,
     mark_of,
+    new_prefix,
     note_home,
 )
 
@@ -119,6 +121,7 @@ class Segments:
         self._geometries = geometries
         self._pools: dict[str, Pool] = {}
         self._undone: list[Pool] = []
+        self._planned = False  # whether state.json names what this start makes
         self._replaced: dict[str, dict[str, Any]] = {}  # what is given up once this daemon serves
 
     @property
@@ -204,10 +207,10 @@ class Segments:
         self._pools = {name: pool for name, pool in self._pools.items() if pool.adopted}
         for pool in self._undone:
             self._placed(pool.place).remove(pool.prefix)
-        if self._replaced or (self._undone and self._pools):
+        if self._replaced or (self._planned and self._pools):
             self._save(self._replaced)
             self._replaced = {}
-        elif self._undone:
+        elif self._planned:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
 
@@ -283,22 +286,25 @@ class Segments:
         ]
 
     def _make(self, geometries: list[Geometry]) -> None:
+        home = os.path.dirname(self._path)
         plans = {
-            g.namespace: (
-                g,
-                f"kvstored-{mark_of(os.path.dirname(self._path))}{secrets.token_hex(4)}-{self._geometries.index(g)}",
-                secrets.token_bytes(16),
-            )
+            g.namespace: (g, new_prefix(home, self._geometries.index(g)), secrets.token_bytes(16))
             for g in geometries
         }
         # First the names, then the files: a daemon that dies in between leaves nothing that the next does not
         # find.
         self._save({name: _entry(*plan, self._place.name, False) for name, plan in plans.items()})
-        for namespace, (geometry, prefix, pool_id) in plans.items():
-            if self._place.name != SEALED:
-                note_home(prefix, os.path.dirname(self._path))
-            fds = [self._place.create(prefix, role, geometry.file_bytes(role)) for role in ROLES]
-            self._pools[namespace] = Pool(geometry, pool_id, prefix, self._place.name, *fds, False)
+        self._planned = True
+        try:
+            for namespace, (geometry, prefix, pool_id) in plans.items():
+                if self._place.name != SEALED:
+                    note_home(prefix, home)
+                fds = [self._place.create(prefix, role, geometry.file_bytes(role)) for role in ROLES]
+                self._pools[namespace] = Pool(geometry, pool_id, prefix, self._place.name, *fds, False)
+        except BaseException:
+            for _, prefix, _ in plans.values():
+                self._place.remove(prefix)
+            raise
         self._save({})
 
     def _save(self, planned: dict[str, dict[str, Any]]) -> None:
@@ -383,18 +389,10 @@ def _understood(state: Any) -> dict[str, dict[str, Any]]:
             and re.fullmatch(r"[0-9a-f]{32}", entry["pool_id"])
             and isinstance(entry.get("pool_dir"), str)
             and (os.path.isabs(entry["pool_dir"]) or entry["pool_dir"] == SEALED)
-            and _is_path(entry["pool_dir"])
+            and is_path(entry["pool_dir"])
             and isinstance(entry.get("complete"), bool)
             and isinstance(entry.get("geometry"), dict)
         ):
             return {}
     prefixes = [entry["prefix"] for entry in state["pools"].values()]
     return state["pools"] if len(set(prefixes)) == len(prefixes) else {}
-
-
-def _is_path(text: str) -> bool:
-    """Whether the kernel can be asked about it: JSON can hold halves of characters."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False

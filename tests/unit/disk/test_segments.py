@@ -7,6 +7,7 @@ the same directory: it either adopts a pool whole or makes a new one, and remove
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -219,6 +220,40 @@ def test_what_cannot_fit_is_refused_before_anything_is_removed(world):
     with pytest.raises(StartupError, match=r"has \d+ bytes free now .*, \d+ are needed: \d+ more"):
         world.open(dataclasses.replace(GEOMETRY, capacity_bytes=1 << 60))
     assert world.files(pool.prefix) == before and adopted(world) == [True]
+
+
+def test_a_pool_that_could_not_be_made_leaves_nothing(world):
+    """By the limit on a file's size (ulimit -f): the table of the second is too long."""
+    _, (first,) = world.open()
+    before, state = set(os.listdir(SHM_DIR)), world.state.read_text()
+    large = dataclasses.replace(GEOMETRY, namespace="other", table_bytes=1 << 20)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
+    try:
+        for geometries in ([GEOMETRY, large], [large]):
+            segments = Segments(world.config, geometries, world._retire)
+            with pytest.raises(StartupError, match="File too large"), segments.undone_if_it_fails():
+                segments.open(fresh=False)
+            segments.close()
+            mine = {name for name in set(os.listdir(SHM_DIR)) - before if name.startswith(first.prefix[:17])}
+            assert mine == set() and world.state.read_text() == state
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert adopted(world) == [True]
+
+
+def test_the_first_pool_that_could_not_be_made_leaves_nothing(world):
+    large = dataclasses.replace(GEOMETRY, table_bytes=1 << 20)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
+    try:
+        segments = Segments(world.config, [large], world._retire)
+        with pytest.raises(StartupError, match="File too large"), segments.undone_if_it_fails():
+            segments.open(fresh=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    mark = pool_files.mark_of(str(world.state.parent))
+    assert not list(Path(SHM_DIR).glob(f"kvstored-{mark}*")) and not world.state.exists()
 
 
 def test_what_the_machine_can_give_now_counts_and_not_what_it_has(world, monkeypatch):
