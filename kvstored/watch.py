@@ -7,7 +7,7 @@ change. Changes no store.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvstored import log
@@ -19,9 +19,12 @@ from kvstored.telemetry.health import Health
 from kvstored.telemetry.problems import Degraded, Entry
 from kvstored.tiers.disk import Tiers
 
+Loop = Callable[[], Coroutine[Any, Any, None]]
+
 PROBLEM_LOOK_S = 1.0
 PROBE_S = 5.0
 SCRUB_S = 0.25
+AGAIN_S = 5.0  # after a loop that ended by itself
 
 
 class Watch:
@@ -34,21 +37,35 @@ class Watch:
         self._tiers = tiers
         self._events = events
         self._threads = threads
-        self._tasks: list[asyncio.Task[None]] = []
+        self._known = dict.fromkeys(stores, "")  # problems, as they were last told
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stopped = False
 
     def start(self, scrub_rate: Callable[[], int]) -> None:
         """scrub_rate: bytes a second, asked each time."""
-        loop = asyncio.get_running_loop()
-        loops = (self._look_for_problems(), self._probe(), self._scrub(scrub_rate))
-        self._tasks = [loop.create_task(loop_body) for loop_body in loops]
+        loops: list[Loop] = [self._look_for_problems, self._probe, lambda: self._scrub(scrub_rate)]
         if watchdog_interval_s():
-            self._tasks.append(loop.create_task(self._feed_watchdog()))
-        for task in self._tasks:
-            task.add_done_callback(_ended)
+            loops.append(self._feed_watchdog)
+        for loop in loops:
+            self._begin(loop)
 
     def stop(self) -> None:
-        for task in self._tasks:
+        self._stopped = True
+        for task in self._tasks.values():
             task.cancel()
+
+    def _begin(self, loop: Loop) -> None:
+        """Runs the loop, and again if it ends by itself: for want of a thread, say, which is soon over."""
+        if self._stopped:
+            return
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if _ended(done):
+                done.get_loop().call_later(AGAIN_S, self._begin, loop)
+
+        task = asyncio.get_running_loop().create_task(loop())
+        self._tasks[task.get_coro().__name__] = task
+        task.add_done_callback(ended)
 
     def _changed(self, entry: Entry, holds: bool) -> None:
         note, event = (log.warning, "degraded") if holds else (log.info, "recovered")
@@ -58,7 +75,7 @@ class Watch:
 
     async def _look_for_problems(self) -> None:
         """What the stores find wrong on their own: a fenced namespace, a pool that cannot grow."""
-        known = dict.fromkeys(self._stores, "")
+        known = self._known
         while True:
             for name, store in self._stores.items():
                 problem = await self._threads.run(store.problem)
@@ -75,16 +92,21 @@ class Watch:
 
     async def _scrub(self, scrub_rate: Callable[[], int]) -> None:
         """Verifies checksums in the background, so many bytes a second of all namespaces together, each round
-        and round."""
+        and round. A block longer than what is due is verified whole, and the next one waits for it."""
         at = dict.fromkeys(self._stores, 0)  # the record to go on from
+        due = dict.fromkeys(self._stores, 0.0)  # bytes
         while True:
             await asyncio.sleep(SCRUB_S)
-            share = int(scrub_rate() * SCRUB_S) // len(self._stores)
+            share = scrub_rate() * SCRUB_S / len(self._stores)
             for name, store in self._stores.items() if share else ():
+                due[name] = min(due[name] + share, max(share, 1.0))  # what was not used is not saved
+                if due[name] < 1:
+                    continue
                 try:
-                    step = await self._threads.run(store.scrub, at[name], share)
+                    step = await self._threads.run(store.scrub, at[name], int(due[name]))
                 except Fenced:  # _look_for_problems tells it; the others are verified on
                     continue
+                due[name] -= step["bytes"]
                 at[name] = 0 if step["done"] else step["next"]
                 corrupt = step["corrupt"]
                 if corrupt:
@@ -106,7 +128,10 @@ class Watch:
             await asyncio.sleep(watchdog_interval_s())
 
 
-def _ended(task: asyncio.Task[None]) -> None:
-    """A loop that ends before it is stopped is a bug: nobody awaits it, so nobody else would say so."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("watch_ended", task=task.get_coro().__name__, error=f"{type(error).__name__}: {error}")
+def _ended(task: asyncio.Task[None]) -> bool:
+    """Whether a loop ended before it was stopped. That is a bug, or the machine has no thread for it: nobody
+    awaits it, so nobody else would say so."""
+    if task.cancelled() or (error := task.exception()) is None:
+        return False
+    log.error("watch_ended", task=task.get_coro().__name__, error=f"{type(error).__name__}: {error}")
+    return True

@@ -69,8 +69,8 @@ def _ended(pid: int, arguments: argparse.Namespace, directory: str) -> Exit:
             where = f"is pid {found} here" if found else "has no pid here: it runs in a container"
             return complain(f"the daemon in {directory} says pid {pid} and {where}", Exit.REFUSED, arguments)
         if not runtime_dir.holds_lock(pid, directory):
-            why = "an earlier daemon left its number, and another starts there now: try again"
-            return complain(f"pid {pid} does not hold the lock of {directory}: {why}", Exit.REFUSED, arguments)
+            why = f"does not hold the lock of {directory}: a daemon starts there now, and an earlier one left"
+            return complain(f"pid {pid} {why} this number: try again", Exit.REFUSED, arguments)
         signal.pidfd_send_signal(watched, signal.SIGTERM)
         if not select.select([watched], [], [], arguments.timeout_s)[0]:
             return complain(

@@ -86,7 +86,7 @@ def _shares(config: Config) -> int:
 
 def end_within(limit_s: float, last: Callable[[], None]) -> None:
     """Calls `last` and ends the process then, unless it has ended: Python, too, would wait for a thread that
-    a disk holds."""
+    a disk holds. Where there is no thread for that, the end is not bounded, and comes all the same."""
 
     def end() -> None:
         log.error("stop_abandoned", after_s=limit_s, why="a disk does not answer, or is slow")
@@ -97,4 +97,7 @@ def end_within(limit_s: float, last: Callable[[], None]) -> None:
 
     watch = threading.Timer(limit_s, end)
     watch.daemon = True
-    watch.start()
+    try:
+        watch.start()
+    except RuntimeError as error:
+        log.warning("stop_not_bounded", why=str(error))

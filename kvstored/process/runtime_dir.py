@@ -129,8 +129,8 @@ def belongs(pid: int, path: str) -> bool:
 
 
 def holds_lock(pid: int, path: str) -> bool:
-    """Whether the process has the directory's lock open: a number in a file that an earlier daemon left may be
-    anybody's by now. Yes where the kernel does not let us look."""
+    """Whether the process has the directory's lock open: the number in a file that an earlier daemon left may
+    be anybody's by now. Yes where the kernel does not let us look."""
     try:
         lock = os.lstat(os.path.join(path, "daemon.lock"))
         for number in os.listdir(f"/proc/{pid}/fd"):

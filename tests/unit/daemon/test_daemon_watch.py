@@ -4,9 +4,11 @@ Method: the watch is driven alone; a store is a recorder of the calls it gets.
 """
 
 import asyncio
+import threading
 
 from kvstored import watch
 from kvstored.errors import Fenced
+from kvstored.process import limits
 from kvstored.rpc.admin import AdminService
 from kvstored.rpc.calls import CallCounts, Threads
 from kvstored.telemetry.events import Events
@@ -82,6 +84,93 @@ def test_a_scrub_goes_through_all_whatever_the_background_has_seen(monkeypatch):
     assert [(report.verified, report.done) for report in found] == [(1, False), (2, False), (3, True)]
 
 
+def test_what_is_verified_in_the_background_is_what_was_asked_for_also_of_long_blocks(monkeypatch):
+    """One byte a second, and a megabyte: of blocks of 16 MiB. Time is what the watch sleeps."""
+    length, slept = 16 << 20, 0.0
+    sleep = asyncio.sleep
+
+    class Long(Store):
+        def scrub(self, from_record, limit_bytes):
+            return {**super().scrub(from_record, limit_bytes), "bytes": length, "corrupt": 0}
+
+    async def no_time(seconds):
+        nonlocal slept
+        slept += seconds
+        await sleep(0)
+
+    monkeypatch.setattr(watch.asyncio, "sleep", no_time)
+
+    async def scenario(rate, seconds):
+        nonlocal slept
+        slept, stores, threads = 0.0, {"a": Long(), "b": Long()}, Threads(1)
+        task = asyncio.ensure_future(Watch(stores, None, Events(1, 8), threads, "")._scrub(lambda: rate))
+        while slept < seconds:
+            await sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        threads.close()
+        return [len(store.begun_at) for store in stores.values()]
+
+    assert asyncio.run(scenario(1 << 20, 100)) == [4, 4], "half of 100 MiB each, in blocks of 16"
+    assert asyncio.run(scenario(1, 100)) == [1, 1], "as little as that is something"
+    assert asyncio.run(scenario(0, 100)) == [0, 0]
+
+
+def test_a_watch_that_ended_for_want_of_a_thread_looks_again(monkeypatch):
+    monkeypatch.setattr(watch, "AGAIN_S", 0.001)
+    logged = []
+    monkeypatch.setattr(watch.log, "error", lambda event, **fields: logged.append((event, fields)))
+
+    class Threadless(Threads):
+        refusals = 3
+
+        def run(self, function, *args):
+            if self.refusals:
+                self.refusals -= 1
+                raise RuntimeError("can't start new thread")
+            return super().run(function, *args)
+
+    class Harmed:
+        def problem(self):
+            return "fenced: harmed"
+
+        def lookup(self, key):
+            return b"\0"
+
+        def stats(self):
+            return {"seals": 0}
+
+    class Nothing:
+        def watch(self, degraded):
+            pass
+
+    async def scenario():
+        threads = Threadless(1)
+        background = Watch({"a": Harmed()}, Nothing(), Events(1, 8), threads, "")
+        background.start(lambda: 0)
+        async with asyncio.timeout(60):
+            while not background.degraded.gauges(["a"])["namespace_fenced", "a"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        background.stop()
+        background.health.close()
+        threads.close()
+
+    asyncio.run(scenario())
+    ended = [fields["task"] for event, fields in logged if event == "watch_ended"]
+    assert ended == ["_look_for_problems"] * 3
+
+
 def test_a_watch_that_ends_by_itself_is_logged(monkeypatch):
     logged = scrubbed({"a": Store(OSError("x"))}, lambda logged: logged, monkeypatch)
     assert logged == [("watch_ended", {"task": "_scrub", "error": "OSError: x"})]
+
+
+def test_a_stop_that_no_thread_can_watch_comes_all_the_same(monkeypatch):
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    logged = []
+    monkeypatch.setattr(limits.log, "warning", lambda event, **fields: logged.append((event, fields)))
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    limits.end_within(0.0, lambda: None)
+    assert logged == [("stop_not_bounded", {"why": "can't start new thread"})]
