@@ -23,7 +23,7 @@ OTHER = 4321
 
 
 def test_stop_signals_nobody_by_the_number_that_an_earlier_daemon_left(tmp_path, capsys):
-    """A daemon that starts has the lock, and has not written its pid; the number there is another's by now."""
+    """A daemon that starts has the lock, and has not written its pid: the number there is anybody's."""
     lock = os.open(tmp_path / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     with subprocess.Popen("cat", stdin=subprocess.PIPE) as other:
