@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvstored import __version__, _core, log
@@ -62,13 +63,15 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
     config = sourced.config
     log.set_level(config.log_level)
     os.umask(0o077)
+    early: list[int] = []  # its pid can be read from here on, and SIGHUP is sent to that
+    signal.signal(signal.SIGHUP, lambda number, _: early.append(number))
     made = runtime_dir.prepare(config.dir)
     lock = runtime_dir.Lock(config.dir)
     try:
         daemon = Daemon(sourced, made, fresh, discard, started_ns)
         try:
             # Not asyncio.run(): it would take gRPC's servers down (rpc.servers).
-            asyncio.new_event_loop().run_until_complete(daemon.run())
+            asyncio.new_event_loop().run_until_complete(daemon.run(early))
         finally:
             daemon.close()
     finally:
@@ -139,12 +142,12 @@ class Daemon:
         self._metrics: MetricsServer | None = None
         self._gate: peer_proxy.Gate | None = None
 
-    async def run(self) -> None:
+    async def run(self, early: Sequence[int] = ()) -> None:
+        """`early`: SIGHUPs that came before there was anything to reload."""
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopped.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
         with self._segments.undone_if_it_fails():
             await self._start()
         self._segments.settle()
@@ -152,6 +155,9 @@ class Daemon:
         for name in self._stores:
             self._watch.degraded.put(not self._segments.kept, "pool_not_kept", name)
         notify(f"READY=1\nSTATUS=serving {self._reload.config.dir}\nMAINPID={os.getpid()}")
+        loop.add_signal_handler(signal.SIGHUP, self._reload_on_signal)
+        if early:
+            self._reload_on_signal()
         await stopped.wait()
         began_ns = time.monotonic_ns()
         notify("STOPPING=1")
@@ -335,6 +341,11 @@ class Daemon:
         tiers = {**self._tiers.stats(namespace), **self._shared.stats(namespace)}
         return {**figures, **tiers, **await self._tiers.aside(namespace)}
 
+    async def _all_figures(self) -> dict[str, dict[str, object]]:
+        """All at one time: a disk that does not answer costs each a second, and a scrape has five."""
+        found = await asyncio.gather(*map(self._figures, self._stores))
+        return dict(zip(self._stores, found, strict=True))
+
     async def _metrics_text(self) -> str:
         process = {
             "leases": len(self._leases),
@@ -353,7 +364,7 @@ class Daemon:
         return render(
             Figures(
                 version=__version__,
-                stores={name: await self._figures(name) for name in self._stores},
+                stores=await self._all_figures(),
                 process=process,
                 calls=self._counts.by_status,
                 call_seconds={name: (calls.counts, calls.sum_s) for name, calls in self._counts.took.items()},

@@ -149,7 +149,7 @@ class Tiers:
                     config.disk_files_of(name),
                     levels,
                     digits,
-                    daily_write_bytes=config.disk_daily_writes // len(stores),
+                    daily_write_bytes=-(-config.disk_daily_writes // len(stores)),  # 0: no limit
                     keep_corrupt=config.keep_corrupt,
                     huge_pool=name in huge,
                     faults=os.environ.get(FAULTS, ""),

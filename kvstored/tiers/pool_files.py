@@ -123,9 +123,9 @@ class Named:
 
     def free_bytes(self, role: str) -> int | None:
         system = os.statvfs(self._directory(role))
-        if not system.f_blocks:
-            return None
         free_bytes = system.f_bavail * system.f_frsize
+        if not system.f_blocks:  # a tmpfs without a size
+            return available_bytes()
         reserved = file_system(self._directory(role))[0] == "hugetlbfs"  # taken from the machine before
         return free_bytes if reserved else min(free_bytes, available_bytes())
 

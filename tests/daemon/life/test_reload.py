@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -163,3 +165,20 @@ def test_a_daemon_that_stops_ignores_what_would_end_it_half_way(daemon, tmp_path
         follower.cancel()
         assert kvstored.process.wait(60) == 0
     assert "reload" not in kvstored.log().partition(" stopping ")[2]
+
+
+def test_sighup_while_it_starts_is_a_reload_once_it_serves(configured, wait_until):
+    configured.stop()
+
+    def as_soon_as_its_number_can_be_read():
+        deadline = time.monotonic() + 60
+        while not (configured.dir / "pid").exists() and time.monotonic() < deadline:
+            os.sched_yield()
+        os.kill(int((configured.dir / "pid").read_text()), signal.SIGHUP)
+
+    signalling = threading.Thread(target=as_soon_as_its_number_can_be_read)
+    signalling.start()
+    configured.start()
+    signalling.join()
+    wait_until(lambda: " reloaded " in configured.log(), "the configuration was read again")
+    assert configured.stop() == 0

@@ -15,6 +15,7 @@ from kvstored.rpc.admission import Admission
 from kvstored.rpc.calls import CallCounts, Threads, answered, streamed
 from kvstored.rpc.leases import Leases
 from kvstored.rpc.store import DISK, MISSING, PENDING, RESIDENT, StoreService
+from kvstored.server import Daemon
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -151,3 +152,25 @@ def test_a_namespace_that_is_fenced_takes_no_lease_from_the_others():
         leases.end(leases.open("default", good, ttl_ms=0, user=1000))
 
     asyncio.run(scenario())
+
+
+def test_a_scrape_asks_all_namespaces_at_one_time():
+    """Each waits for a disk that hangs: of many, one after the other, the scrape would get no answer."""
+    names = [f"n{number}" for number in range(6)]
+    asked = []
+
+    async def scenario():
+        all_are_asked = asyncio.Event()
+
+        async def figures(name):
+            asked.append(name)
+            if len(asked) == len(names):
+                all_are_asked.set()
+            async with asyncio.timeout(20):
+                await all_are_asked.wait()
+            return {"blocks": int(name[1:])}
+
+        daemon = SimpleNamespace(_stores=names, _figures=figures)
+        return await Daemon._all_figures(daemon)
+
+    assert asyncio.run(scenario()) == {name: {"blocks": int(name[1:])} for name in names}

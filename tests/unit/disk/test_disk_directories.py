@@ -5,7 +5,10 @@ import threading
 
 import pytest
 
-from kvstored.errors import StartupError
+from kvstored.config.config import Config
+from kvstored.config.namespaces import Namespace
+from kvstored.errors import StartupError, StoreError
+from kvstored.tiers import disk
 from kvstored.tiers.disk_directories import Directories, left_over
 
 
@@ -62,3 +65,22 @@ def test_a_lock_held_for_a_moment_refuses_nobody(tmp_path):
     configured.open(0)
     ends.join()
     configured.close()
+
+
+def test_a_bound_on_what_is_written_a_day_is_never_none(tmp_path, monkeypatch):
+    """0 is no limit, also where each namespace has a part of a byte."""
+    bounds = []
+
+    def refused(*_, daily_write_bytes, **__):
+        bounds.append(daily_write_bytes)
+        raise StoreError("enough")
+
+    monkeypatch.setattr(disk._core, "DiskTier", refused)
+    for said in (0, 1, 5 << 20):
+        config = Config(
+            dir=str(tmp_path), memory=16 << 20, disk=(str(tmp_path / "disk"),), disk_quota=16 << 20,
+            disk_daily_writes=said, namespaces=(Namespace("a", 0.5), Namespace("b", 0.5)),
+        )  # fmt: skip
+        with pytest.raises(StartupError, match="enough"):
+            disk.Tiers(config, {"a": None, "b": None}, ())
+    assert bounds == [0, 1, 5 << 19]

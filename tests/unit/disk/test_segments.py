@@ -269,6 +269,15 @@ def test_what_the_machine_can_give_now_counts_and_not_what_it_has(world, monkeyp
     assert pool_files.available_bytes() == has
 
 
+def test_a_tmpfs_without_a_size_gives_what_the_machine_has(world, tmp_path, monkeypatch):
+    """size=0: statvfs says no blocks at all."""
+    monkeypatch.setattr(pool_files, "MEMINFO", str(tmp_path / "meminfo"))
+    (tmp_path / "meminfo").write_text("MemAvailable: 4 kB\nSwapFree: 4 kB\n")
+    none = os.statvfs_result([0] * 11)
+    monkeypatch.setattr(pool_files.os, "statvfs", lambda _: none)
+    assert Named(SHM_DIR).free_bytes("pool") == 8192
+
+
 def test_session_pages_go_with_their_pool(world):
     segments, (pool,) = world.open()
     page = Path(SHM_DIR) / f"{pool.prefix}.s.0123"
