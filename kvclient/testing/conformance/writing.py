@@ -207,6 +207,19 @@ class WritingCases(Case):
                 check(blocks[index])
                 assert blocks[index].verify()
 
+    def test_what_was_copied_may_be_changed_until_it_is_sealed(self):
+        self.needs("copies")
+        keys = self.keys(2)
+        layers = [pattern(keys[0], layer, (2, 2, 16, 8)) for layer in range(SMALL.num_layers)]
+        with self.client.create(keys, self.small) as writer:
+            for index in range(2):
+                writer[index].copy_from(b"".join(layer.tobytes() for layer in layers))
+            writer[0].view[:4] = b"view"
+            writer[1].layer(1)[...] = layers[0]
+        with self.open().get(keys) as blocks:
+            assert bytes(blocks[0].view[:4]) == b"view" and blocks[0].verify()
+            assert bytes(blocks[1].layer(1).tobytes()) == layers[0].tobytes() and blocks[1].verify()
+
     def test_what_was_not_granted_cannot_be_written(self):
         with self.client.create([*self.put(1), *self.keys(1)], self.small) as writer:
             with raises(KVClientError):

@@ -135,8 +135,10 @@ void BlockWriter::claim(std::span<const size_t> which, BlockWriter* sealing, con
   }
 }
 
+// What is given out may change: the checksum of what was copied there before is forgotten.
 std::byte* BlockWriter::bytes(size_t i) {
   items_[i].layers_given = layout_.num_layers();
+  for (uint8_t& layer : items_[i].layers) layer &= static_cast<uint8_t>(~kChecksummed);
   return memory(i);
 }
 
@@ -144,7 +146,7 @@ std::byte* BlockWriter::layer(size_t i, uint32_t layer) {
   Item& item = items_[i];
   if (item.layers.empty()) item.layers.resize(layout_.num_layers());
   if (!is_given_out(item, layer)) item.layers_given += 1;
-  item.layers[layer] |= kGiven;
+  item.layers[layer] = kGiven;
   return memory(i) + layout_.layer_offset(layer, item.wanted.tokens);
 }
 
