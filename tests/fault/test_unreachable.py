@@ -3,7 +3,9 @@ within its deadlines, and carries on when the store is back (docs/design.md §7)
 are killed, started late, stopped by SIGSTOP, or started with --fresh on the same directory.
 """
 
+import contextlib
 import os
+import resource
 import signal
 
 import pytest
@@ -42,6 +44,26 @@ def test_a_tolerant_client_computes_on(daemon, layouts):
     put(client, new_keys(1), layout)
     client.close()
     assert kvclient.metrics()["kvclient_degraded"] == 0
+
+
+def test_a_client_without_a_descriptor_says_so(daemon, fork):
+    """And not that the daemon is of another version, or away. As soon as there are some it attaches."""
+    started = daemon(memory="8MiB")
+    started.connect().close()  # what is imported at the first time is
+
+    def work(_steps):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for said in ("Too many open files", *4 * ["no descriptor left"]):  # its socket, and four more
+            with pytest.raises(Unavailable, match=said):
+                started.connect()
+            os.close(taken.pop())
+        started.connect().close()
+
+    fork(work).finish()
 
 
 def test_a_daemon_that_comes_later(daemon, layouts):

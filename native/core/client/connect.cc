@@ -40,6 +40,7 @@ Fd connect_to(const std::string& path, double timeout_s, bool known) {
   std::copy(path.begin(), path.end(), address.sun_path);
   const uint64_t opened_ns = monotonic_ns() + static_cast<uint64_t>(1e9 * std::min(timeout_s, kOpeningS));
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!socket) throw Error(Code::Unavailable, errno_text("a socket for the daemon at " + path));
   const double whole = std::floor(timeout_s);
   timeval limit{static_cast<time_t>(whole), static_cast<suseconds_t>((timeout_s - whole) * 1e6)};
   if (limit.tv_sec == 0 && limit.tv_usec == 0) limit.tv_usec = 1;  // zero would mean for ever
@@ -47,10 +48,10 @@ Fd connect_to(const std::string& path, double timeout_s, bool known) {
   ::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
   // A daemon that starts makes its socket before it opens it to others. A client that was served before comes back later anyhow.
   for (;; std::this_thread::sleep_for(kLook)) {
-    if (socket && ::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) return socket;
-    if (!socket || errno != EACCES || known || monotonic_ns() >= opened_ns) break;
+    if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) return socket;
+    if (errno != EACCES || known || monotonic_ns() >= opened_ns) break;
   }
-  if (socket && errno == EACCES && !known) throw Error(Code::NotPermitted, closed_to_us(path));
+  if (errno == EACCES && !known) throw Error(Code::NotPermitted, closed_to_us(path));
   throw Error(Code::Unavailable, errno_text("no daemon at " + path));
 }
 

@@ -62,6 +62,8 @@ std::span<const uint8_t> receive(int socket, uint64_t poll_until, std::vector<Fd
       if (descriptors) descriptors->push_back(std::move(owned));
     }
   }
+  if (message.msg_flags & MSG_CTRUNC)  // of a daemon that is well: what it hands out found no number here
+    throw Error(Code::Unavailable, "this process has no descriptor left for the daemon's memory (ulimit -n)");
   return {in.data(), static_cast<size_t>(got)};
 }
 

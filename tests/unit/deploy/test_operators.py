@@ -101,6 +101,15 @@ def test_systemd_accepts_the_servers_unit(tmp_path):
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
+def test_the_servers_unit_lets_it_have_its_gpu_and_write_what_it_compiles():
+    """Without them --device auto takes the processor, and Triton fails at its first kernel."""
+    lines = (DEPLOY / "systemd/kvclient-serve.service.in").read_text().splitlines()
+    assert "DeviceAllow=char-nvidia* rw" in lines and "PrivateDevices=yes" not in lines
+    (cache,) = (line.partition("TRITON_CACHE_DIR=")[2] for line in lines if "TRITON_CACHE_DIR=" in line)
+    (owned,) = (line.removeprefix("CacheDirectory=") for line in lines if line.startswith("CacheDirectory="))
+    assert cache.startswith(f"/var/cache/{owned}/")
+
+
 def test_no_image_is_built_from_what_git_ignores():
     def patterns(name):
         return {line for line in (ROOT / name).read_text().splitlines() if line and line[0] != "#"}
