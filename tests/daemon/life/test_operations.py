@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from kvstored.config.config import Config
+from kvstored.config.namespaces import Namespace
+from kvstored.process import limits
 from kvstored.telemetry import prometheus
 from kvstored.telemetry.problems import STATES
 from tests.daemon.grpc_calls import CALL_S, Calls
@@ -55,6 +57,25 @@ def scraped(daemon, tmp_path):
         client.stats()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=CALL_S) as reply:
         return reply.read().decode()
+
+
+def test_it_needs_the_descriptors_that_the_document_says():
+    text = DOCUMENT.read_text()
+    itself, each = map(int, re.search(r"- (\d+) for itself and (\d+) a namespace;", text).groups())
+    tier, directory = map(
+        int, re.search(r"in each namespace, (\d+) more and (\d+) a directory", text).groups()
+    )
+
+    def needed(namespaces, disks=0):
+        names = tuple(Namespace(f"n{number}", 1 / namespaces) for number in range(namespaces))
+        disk = tuple(f"/disk/{number}" for number in range(disks))
+        return limits._own_descriptors(
+            Config(dir="/x", namespaces=names, disk=disk, disk_quota=len(disk) << 30)
+        )
+
+    assert needed(1) == itself - 3 + each, "three are its standard input, output and error"
+    assert needed(4) - needed(1) == 3 * each
+    assert needed(2, disks=3) - needed(2) == 2 * (tier + 3 * directory)
 
 
 def samples(text):
