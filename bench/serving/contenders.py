@@ -20,8 +20,8 @@ from bench.serving.processes import Served
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "bench" / "out" / "serving"
 ENGINES = Path.home() / ".cache" / "kvstored" / "engines"
-LLAMA = ROOT / "build" / "bench-venvs" / "xllamacpp"
-LLAMA_PACKAGE = "xllamacpp==0.2.15"
+LLAMA_PACKAGE = "xllamacpp==2026.10.11549"
+LLAMA = ROOT / "build" / "bench-venvs" / LLAMA_PACKAGE
 LLAMA_PROGRAM = """
 import sys, time
 import xllamacpp as x
@@ -146,7 +146,7 @@ def llama(model: Path, home: Path) -> Iterator[Served]:
     file = in_fp32(model, LLAMA.parent) or next(iter(sorted(model.glob("*.gguf"))), None)
     if file is None:
         raise NotThere(f"llama.cpp: no .gguf file in {model}; put the model's there")
-    if not LLAMA.exists():
+    if not (LLAMA / "xllamacpp").exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(LLAMA)]
         if subprocess.run([*pip, LLAMA_PACKAGE]).returncode:
             raise NotThere(f"llama.cpp: {LLAMA_PACKAGE} cannot be installed")
