@@ -15,6 +15,7 @@ from tests.serve.conftest import Server
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE_MS = 180_000  # on a machine that does much else
 SOME = re.compile(".{20}", re.S)
 LONG = "words of one conversation that come again in each of its turns, " * 3
 FILL = """() => { for (let size = 1 << 23; size > 0; size >>= 1)
@@ -60,11 +61,13 @@ def page(browser, roomy):
 def expect(locator):
     from playwright.sync_api import expect as told
 
+    told.set_options(timeout=PATIENCE_MS)
     return told(locator)
 
 
 def opened(browser, url, model="tiny", **how):
     context = browser.new_context(viewport={"width": 1280, "height": 860}, **how)
+    context.set_default_timeout(PATIENCE_MS)
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(url)
@@ -305,6 +308,37 @@ def test_who_sets_something_while_an_answer_comes_stays_there(page):
     page.wait_for_selector("#stop", state="hidden")
     assert page.evaluate("document.activeElement.id") == "system"
     assert page.input_value("#system") == "be brief"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_rule_for_access_is_broken(browser, roomy, scheme):
+    """axe's: names, roles, contrast, what scrolls; in each state of the page."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="make page installs it").Axe()
+    for page in opened(browser, roomy.url, color_scheme=scheme, bypass_csp=True):
+
+        def look(state, page=page):
+            broken = axe.run(page).response["violations"]
+            assert not broken, (
+                state,
+                [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in broken],
+            )
+
+        look("before anything was said")
+        page.check("#window")
+        say(page, "x y " * 600)
+        look("an answer, and a message that scrolls")
+        page.fill("#max_tokens", "7000")
+        say(page, "go on", ended=False)
+        expect(page.locator(".assistant .text").last).to_have_text(SOME)
+        look("an answer under way")
+        page.click("#stop")
+        page.wait_for_selector("#stop", state="hidden")
+        page.uncheck("#window")
+        say(page, "x y " * 25_000)
+        answers(page, {"reasoning_content": "a thought"}, {"content": "said"}, finish="length")
+        say(page, "and now?")
+        page.set_viewport_size({"width": 400, "height": 800})
+        look("a stopped answer, a refusal, thoughts; narrow")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
