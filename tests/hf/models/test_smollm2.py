@@ -27,7 +27,7 @@ BLOCK = 64
 DEFAULT_BLOCK = 128  # what the processes use
 NEW_TOKENS = 6
 BOUNDARIES = sorted({blocks * BLOCK + shift for blocks in (1, 2) for shift in (-1, 0, 1)})
-FEW = [BLOCK - 1, BLOCK, 2 * BLOCK + 1]  # test_architectures.py goes around boundaries with small models
+FEW = [2 * BLOCK + 1]  # test_architectures.py goes around boundaries with small models
 TEXTS = ("LICENSE", "docs/design.md", "docs/tour.md")
 PROCESS_TIMEOUT_S = 180.0
 HALF_WAY = 12  # the layer of 30 behind which a process is killed
@@ -204,7 +204,7 @@ def test_one_computes_another_finds_a_third_survives(daemon, processes, model_di
     first, second = processes(server), processes(server)
     identity = first.answer()["identity"]
     assert second.answer()["identity"] == identity
-    document, question = (ROOT / "LICENSE").read_text()[:1500], "\n\nIn short, this says"
+    document, question = (ROOT / "LICENSE").read_text()[:900], "\n\nIn short, this says"
 
     first.ask(document, question)
     cold = first.answer()
