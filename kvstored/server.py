@@ -84,6 +84,7 @@ class Daemon:
     def __init__(self, sourced: Sourced, made: bool, fresh: bool, discard: bool, started_ns: int) -> None:
         """`made`: the runtime directory."""
         self._started_ns, self._discard = started_ns, discard
+        self._served = False  # a start that fails discards nothing of an earlier daemon
         config = sourced.config
         self._tenants = self._next_tenants = tenants.tenants(config)
         self._made_directory = made
@@ -151,6 +152,7 @@ class Daemon:
         with self._segments.undone_if_it_fails():
             await self._start()
         self._segments.settle()
+        self._served = True
         self._watch.start(lambda: self._reload.config.scrub_rate)
         for name in self._stores:
             self._watch.degraded.put(not self._segments.kept, "pool_not_kept", name)
@@ -181,7 +183,7 @@ class Daemon:
         self._tiers.close()
         for store in self._stores.values():
             store.close()
-        self._segments.give_up(self._discard)
+        self._segments.give_up(self._discard and self._served)
         self._segments.close()
         self._left.close()
 

@@ -6,6 +6,7 @@ Method: the lock and the pools are real; nobody serves there.
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvstored.config.config import Config
 from kvstored.errors import Exit
 from kvstored.tiers import pool_list
 from kvstored.tiers.pools import Geometry, Segments
+from tests.daemon.grpc_calls import Calls
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 OTHER = 4321
@@ -86,3 +88,24 @@ def test_what_could_not_be_freed_is_not_told_as_freed(tmp_path, capsys, monkeypa
 
 def _prefix(directory: Path) -> str:
     return json.loads((directory / "state.json").read_text())["pools"]["default"]["prefix"]
+
+
+def test_a_start_that_fails_discards_nothing_of_an_earlier_daemon(daemon):
+    """--discard is for the end of a daemon that served."""
+    kvstored = daemon("64MiB")
+    with Calls(kvstored.dir) as calls:
+        calls.put("a")
+    assert kvstored.stop() == 0
+    args = list(kvstored.args)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        kvstored.args += ["--discard", "--metrics-port", str(taken.getsockname()[1])]
+        with pytest.raises(AssertionError, match="ended with 6"):
+            kvstored.start()
+    kvstored.args = args
+    kvstored.start()
+    with Calls(kvstored.dir) as calls:
+        assert calls.get("a") != [None], "an earlier daemon's block is gone"
+    kvstored.args += ["--discard"]
+    kvstored.restart()
+    kvstored.stop()
+    assert not (kvstored.dir / "state.json").exists(), "one that served discards"
