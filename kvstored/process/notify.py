@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-DESCRIPTOR_TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  # of a supervisor whose queue is full
 
 
 def notify(message: str, fds: Sequence[int] = ()) -> bool:
@@ -22,8 +22,9 @@ def notify(message: str, fds: Sequence[int] = ()) -> bool:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            # Descriptors must arrive; everything else is repeated, or of no use when it is late.
-            sock.settimeout(DESCRIPTOR_TIMEOUT_S if fds else 0)
+            # These must arrive; everything else is repeated, or of no use when it is late.
+            must = bool(fds) or "READY=1" in message
+            sock.settimeout(TIMEOUT_S if must else 0)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             sock.sendmsg([message.encode()], rights, 0, address)
         return True
