@@ -40,11 +40,11 @@ std::vector<uint8_t> noise(size_t n) {
   return data;
 }
 
-// Up to two cache lines, around the start of the four stretches, around multiples of their granule.
+// Up to two cache lines, around the start of folding, of the four stretches, around multiples of their granule.
 std::vector<size_t> sizes() {
   std::vector<size_t> all;
   for (size_t n = 0; n <= 130; ++n) all.push_back(n);
-  for (size_t around : {4096, 6144, 65536, 100000})
+  for (size_t around : {256, 512, 1024, 1100, 4096, 6144, 16384, 65536, 100000})
     for (size_t n = around - 9; n <= around + 9; ++n) all.push_back(n);
   return all;
 }

@@ -179,6 +179,64 @@ __attribute__((target("avx512f,vpclmulqdq,sse4.2"))) Stretches stretches_avx512(
   }
   return crc;
 }
+
+// ---------------------------------------------------------------- one stretch, folded: too short to be worth four
+
+// `rest` moved on by so many bits, and what lies there added.
+template <uint64_t kBits>
+__attribute__((target("avx512f,vpclmulqdq"), always_inline)) inline __m512i moved_on(__m512i rest, __m512i there) {
+  constexpr int64_t kEarlier = earlier_by(kBits), kLater = later_by(kBits);
+  const __m512i factors = _mm512_set4_epi64(kLater, kEarlier, kLater, kEarlier);
+  const __m512i earlier = _mm512_clmulepi64_epi128(rest, factors, 0x00);
+  const __m512i later = _mm512_clmulepi64_epi128(rest, factors, 0x11);
+  return _mm512_ternarylogic_epi64(earlier, later, there, 0x96);
+}
+
+template <uint64_t kBits>
+__attribute__((target("avx2,vpclmulqdq"), always_inline)) inline __m256i moved_on(__m256i rest, __m256i there) {
+  constexpr int64_t kEarlier = earlier_by(kBits), kLater = later_by(kBits);
+  const __m256i factors = _mm256_setr_epi64x(kEarlier, kLater, kEarlier, kLater);
+  const __m256i earlier = _mm256_clmulepi64_epi128(rest, factors, 0x00);
+  const __m256i later = _mm256_clmulepi64_epi128(rest, factors, 0x11);
+  return _mm256_xor_si256(_mm256_xor_si256(earlier, later), there);
+}
+
+__attribute__((target("avx512f,vpclmulqdq,sse4.2"))) uint32_t extend_avx512(uint32_t crc, const uint8_t* p, size_t n) {
+  constexpr size_t kAtOnce = 4 * 64;
+  if (n < kAtOnce) return extend_sse42(crc, p, n);
+  __m512i rest[4];
+  for (size_t s = 0; s < 4; ++s) rest[s] = _mm512_loadu_si512(p + 64 * s);
+  rest[0] = _mm512_xor_si512(rest[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
+  for (p += kAtOnce, n -= kAtOnce; n >= kAtOnce; p += kAtOnce, n -= kAtOnce)
+#pragma GCC unroll 4
+    for (size_t s = 0; s < 4; ++s) rest[s] = moved_on<8 * kAtOnce>(rest[s], _mm512_loadu_si512(p + 64 * s));
+  __m512i all = rest[0];
+#pragma GCC unroll 4
+  for (size_t s = 1; s < 4; ++s) all = moved_on<512>(all, rest[s]);
+  for (; n >= 64; p += 64, n -= 64) all = moved_on<512>(all, _mm512_loadu_si512(p));
+  alignas(64) uint8_t bytes[64];
+  _mm512_store_si512(bytes, all);
+  return extend_sse42(extend_sse42(0, bytes, sizeof bytes), p, n);
+}
+
+__attribute__((target("avx2,vpclmulqdq,sse4.2"))) uint32_t extend_avx2(uint32_t crc, const uint8_t* p, size_t n) {
+  constexpr size_t kAtOnce = 4 * 32;
+  if (n < 2 * kAtOnce) return extend_sse42(crc, p, n);
+  const auto at = [](const uint8_t* from) { return reinterpret_cast<const __m256i*>(from); };
+  __m256i rest[4];
+  for (size_t s = 0; s < 4; ++s) rest[s] = _mm256_loadu_si256(at(p + 32 * s));
+  rest[0] = _mm256_xor_si256(rest[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(crc))));
+  for (p += kAtOnce, n -= kAtOnce; n >= kAtOnce; p += kAtOnce, n -= kAtOnce)
+#pragma GCC unroll 4
+    for (size_t s = 0; s < 4; ++s) rest[s] = moved_on<8 * kAtOnce>(rest[s], _mm256_loadu_si256(at(p + 32 * s)));
+  __m256i all = rest[0];
+#pragma GCC unroll 4
+  for (size_t s = 1; s < 4; ++s) all = moved_on<256>(all, rest[s]);
+  for (; n >= 32; p += 32, n -= 32) all = moved_on<256>(all, _mm256_loadu_si256(at(p)));
+  alignas(32) uint8_t bytes[32];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), all);
+  return extend_sse42(extend_sse42(0, bytes, sizeof bytes), p, n);
+}
 #endif
 
 // ---------------------------------------------------------------- the choice
@@ -187,13 +245,15 @@ struct Path {
   uint32_t (*extend)(uint32_t crc, const uint8_t* p, size_t n);
   Stretches (*check)(uint8_t* dst, const uint8_t* src, size_t stretch);  // null: only `extend`
   Stretches (*copy)(uint8_t* dst, const uint8_t* src, size_t stretch);
+  size_t long_bytes;  // below it, to combine four checksums costs more than to work on them at once gains
 };
 
-constexpr Path kPortable{extend_portable, nullptr, nullptr};
+constexpr size_t kLongCopy = 4 << 10;  // the same of copies
+constexpr Path kPortable{extend_portable, nullptr, nullptr, 0};
 #if defined(__x86_64__)
-constexpr Path kSse42{extend_sse42, stretches_sse42<false>, stretches_sse42<true>};
-constexpr Path kAvx2{extend_sse42, stretches_avx2<false>, stretches_avx2<true>};
-constexpr Path kAvx512{extend_sse42, stretches_avx512<false>, stretches_avx512<true>};
+constexpr Path kSse42{extend_sse42, stretches_sse42<false>, stretches_sse42<true>, 4 << 10};
+constexpr Path kAvx2{extend_avx2, stretches_avx2<false>, stretches_avx2<true>, 16 << 10};
+constexpr Path kAvx512{extend_avx512, stretches_avx512<false>, stretches_avx512<true>, 64 << 10};
 #endif
 
 const Path& path_of(ChecksumPath path) {
@@ -223,13 +283,10 @@ const Path& chosen() {
   return *path;
 }
 
-// Below this, combining four checksums costs more than working on them at once gains.
-constexpr size_t kLongBytes = 4 << 10;
-
 uint32_t run(uint8_t* dst, const uint8_t* src, size_t n, uint32_t crc) {
   const Path& path = chosen();
   crc = ~crc;
-  if (path.check != nullptr && n >= kLongBytes) {
+  if (path.check != nullptr && n >= (dst != nullptr ? kLongCopy : path.long_bytes)) {
     const size_t stretch = n / kStretches & ~size_t{511};  // a round number has a power that is quickly found
     const Stretches parts = (dst != nullptr ? path.copy : path.check)(dst, src, stretch);
     const uint32_t shift = power_of_x(8 * stretch);

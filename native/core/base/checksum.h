@@ -1,9 +1,9 @@
 // CRC32C (Castagnoli), the checksum of every layer of a block; alone, or of bytes on their way through a copy.
 //
 // Four paths, the best that the CPU has is chosen at run time: carry-less multiplication in AVX-512 (folds 64 bytes at a
-// time) or AVX2 (32 bytes; of half the input, beside the crc32 instruction for the other half), SSE 4.2 (that instruction
-// alone), and tables. A long input is worked on as four stretches side by side, whose checksums are combined at the end: one
-// stretch alone would wait for its own results.
+// time) or AVX2 (32 bytes; of half of a long input, beside the crc32 instruction for the other half), SSE 4.2 (that
+// instruction alone), and tables. A long input is worked on as four stretches side by side, whose checksums are combined at the
+// end: one stretch alone would wait for its own results. A shorter one is folded in four registers, from 256 bytes on.
 #pragma once
 
 #include <cstddef>
