@@ -25,6 +25,7 @@ constexpr uint32_t kMostBeside = 1024;  // frames of one answer that bring no la
 BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const Key> keys,
                                              const std::function<void(size_t, Outcome)>& ended, bool again) {
   std::vector<Item> landings;
+  landings.reserve(keys.size());
   for (const Key& key : keys) {
     std::optional<Landing> begun = parked_ ? parked_->take(key) : std::nullopt;
     landings.push_back({begun ? *std::move(begun) : Landing{.key = key}, Outcome::Open});

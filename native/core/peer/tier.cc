@@ -163,6 +163,7 @@ std::vector<Key> Tier::take_batch(Peer& peer) const {
                             : std::max((peer.queue.size() + kFairShare - 1) / kFairShare, std::min(kFewKeys, peer.queue.size()));
   const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
   std::vector<Key> keys;
+  keys.reserve(most);
   while (keys.size() < most) {
     keys.push_back(peer.queue.begin()->second);
     peer.queue.erase(peer.queue.begin());
@@ -174,6 +175,7 @@ void Tier::fetch_batch(size_t p, Stream& stream, Batch& batch, bool again) {
   Peer& peer = *peers_[p];
   std::vector<Key> open;
   std::vector<size_t> numbers;  // theirs, in the batch
+  open.reserve(batch.keys.size()), numbers.reserve(batch.keys.size());
   for (size_t i = 0; i < batch.keys.size(); ++i)
     if (!(batch.ended >> i & 1)) open.push_back(batch.keys[i]), numbers.push_back(i);
   const uint64_t began_ns = monotonic_ns();

@@ -126,7 +126,7 @@ class EvictionPolicy {
     Heap& heap = found->second;
     const uint32_t record = heap.record(heap.size() - 1);
     heap.pop();
-    if (heap.size() == 0) heaps_.erase(found);
+    if (heap.size() == 0) spare_ = heaps_.extract(found);
     return record;
   }
 
@@ -192,6 +192,7 @@ class EvictionPolicy {
   Heap& heap_of(uint64_t size_class) {
     const auto found = heaps_.find(size_class);
     if (found != heaps_.end()) return found->second;
+    if (spare_ && spare_.key() == size_class) return heaps_.insert(std::move(spare_)).position->second;
     const uint64_t fit = size_class ? bytes_ / size_class : records_;
     const uint64_t most = fit < records_ ? std::min<uint64_t>(records_, fit * 2 + kHot) : records_;
     return heaps_.emplace(size_class, Heap(most)).first->second;
@@ -207,7 +208,7 @@ class EvictionPolicy {
       put(heap, place, score, record);
       settle(heap, place);
     }
-    if (heap.size() == 0) heaps_.erase(found);
+    if (heap.size() == 0) spare_ = heaps_.extract(found);
   }
 
   void put(Heap& heap, uint32_t place, double score, uint32_t record) {
@@ -248,7 +249,9 @@ class EvictionPolicy {
   Places places_;
   const uint32_t records_;
   const uint64_t bytes_;
-  std::map<uint64_t, Heap> heaps_;
+  std::map<uint64_t, Heap> heaps_;  // none is empty
+  typename std::map<uint64_t, Heap>::node_type
+      spare_{};  // the last that emptied: where blocks come and go it is wanted again soon
 };
 
 }  // namespace kv
