@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from tests.conftest import wait_for
 from tests.warm_python import WarmDaemon, run
 
 
@@ -67,6 +68,11 @@ class Hosts:
         for i in range(len(self.made)):
             wait_until(lambda i=i: up(i))
         return self
+
+
+def told(client, keys) -> None:
+    """Waits until word of them has come: what was just put elsewhere is a miss here until then."""
+    wait_for(lambda: all(client.lookup(keys, peers=True).states), "word of them came")
 
 
 class Proxy:

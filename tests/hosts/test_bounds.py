@@ -9,7 +9,7 @@ import pytest
 
 from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
 from tests.conftest import DaemonFailed
-from tests.hosts.hosts import Hosts, free_port
+from tests.hosts.hosts import Hosts, free_port, told
 from tests.hosts.test_peers import put
 
 MOST_STREAMS = 16
@@ -36,6 +36,7 @@ def test_prompts_that_nobody_finishes_hold_streams_and_block_no_other(daemon, tm
             target = claimed[index].layer(0)
             target[...] = pattern(claimed[index].key, 0, target.shape)
             claimed[index].mark_layer(0)
+        told(reader, keys + others)
         for key in keys[: MOST_STREAMS - 1]:  # one after the other, so that each has a stream of its own
             assert held.enter_context(reader.get([key], follow=True, wait_s=30))[0].layers_ready == 1
         assert hosts.peers(1)["n0"]["streams"] >= MOST_STREAMS - 1

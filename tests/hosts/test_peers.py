@@ -17,7 +17,7 @@ from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys,
 from kvstored.config.config import Config
 from kvstored.config.peers import peers as parse_peers
 from kvstored.errors import ConfigError
-from tests.hosts.hosts import Hosts, Proxy
+from tests.hosts.hosts import Hosts, Proxy, told
 
 
 def put(client, keys, geometry=SMALL):
@@ -40,6 +40,7 @@ def test_a_block_of_one_host_is_a_hit_on_the_other(daemon, tmp_path, wait_until,
     keys = new_keys(8)
     with hosts[0].connect() as writer, hosts[1].connect() as reader:
         put(writer, keys, geometry)
+        told(reader, keys)
         assert reader.get(keys)[0] is None  # nothing is fetched unasked
         with reader.get(keys, wait_s=30, verify=True) as blocks:
             checked(blocks, keys, geometry)
@@ -64,6 +65,7 @@ def test_a_block_is_followed_layer_by_layer_while_it_is_still_being_computed(dae
                 block.layer(layer)[...] = pattern(key, layer, block.layer(layer).shape)
                 block.mark_layer(layer)
                 if layer == 0:  # nothing more is computed before this one is read over there
+                    told(reader, keys)
                     follower = reader.get(keys, follow=True, wait_s=30)[0]
                 follower.wait_layer(layer, timeout_s=30)
                 seen = follower.layer(layer)
@@ -80,6 +82,7 @@ def test_a_writer_that_gives_up_is_told_to_who_follows_on_the_other_host(daemon,
             block = blocks[0]
             block.layer(0)[...] = 1
             block.mark_layer(0)
+            told(reader, keys)
             follower = reader.get(keys, follow=True, wait_s=30)
             follower.wait_layer(0, timeout_s=30)
             raise RuntimeError("changed its mind")
@@ -96,6 +99,7 @@ def test_a_peer_that_is_gone_is_a_miss_soon_and_asked_again_later(daemon, tmp_pa
     keys, others = new_keys(4), new_keys(4)
     with hosts[0].connect() as writer, hosts[1].connect() as reader:
         put(writer, keys + others)
+        told(reader, keys + others)
         if fate == "killed":
             hosts[0].kill()
         else:
@@ -109,6 +113,7 @@ def test_a_peer_that_is_gone_is_a_miss_soon_and_asked_again_later(daemon, tmp_pa
             hosts[0].start() if fate == "killed" else os.kill(hosts[0].pid, signal.SIGCONT)
         assert took_s < 30, "it waited for a peer that is gone"  # 2 s, and what a busy machine adds
         wait_until(lambda: hosts.peers(1)["n0"]["state"] == "up", "it is up again")
+        told(reader, others)
         checked(reader.get(others, wait_s=30), others, SMALL)
 
 
@@ -131,7 +136,7 @@ def test_a_byte_flipped_on_the_way_is_a_miss_that_is_counted(daemon, tmp_path, w
     try:
         with hosts[0].connect() as writer, hosts[1].connect() as reader:
             put(writer, keys)
-            wait_until(lambda: reader.lookup(keys, peers=True).on_peers == 1, "word came")
+            told(reader, keys)
             proxy.change, spoiling = flip, True
             got = reader.get(keys, wait_s=30)[0]
             assert passed > after, "the byte was on the way"
@@ -154,6 +159,7 @@ def test_of_two_that_have_it_the_living_one_answers(daemon, tmp_path, wait_until
     with hosts[0].connect() as here, hosts[1].connect() as there, hosts[2].connect() as reader:
         put(here, keys)
         put(there, keys)
+        wait_until(lambda: all(hosts.peers(2)[f"n{i}"]["held"] >= 16 for i in (0, 1)), "word came of both")
         hosts[0].kill()
         checked(reader.get(keys, wait_s=60), keys, SMALL)
         assert hosts.peers(2)["n1"]["fetched"] == 16
@@ -199,6 +205,8 @@ def test_a_block_that_is_wanted_by_many_is_fetched_once(daemon, tmp_path, wait_u
     keys = new_keys(4)
     with hosts[0].connect() as writer:
         put(writer, keys, BIG)
+    with hosts[1].connect() as reader:
+        told(reader, keys)
     failures = []
 
     def read():

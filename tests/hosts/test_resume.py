@@ -9,7 +9,7 @@ import pytest
 
 from kvclient.errors import BlockLost
 from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
-from tests.hosts.hosts import Hosts, Proxy
+from tests.hosts.hosts import Hosts, Proxy, told
 
 LAYERS = SMALL.num_layers
 
@@ -32,6 +32,7 @@ def test_the_same_host_goes_on_after_the_connection_broke(daemon, tmp_path, wait
         with hosts[0].connect() as writer, hosts[1].connect() as reader:
             claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
             write_layer(claimed[0], 0)
+            told(reader, keys)
             with reader.get(keys, follow=True, wait_s=30) as blocks:
                 for layer in range(LAYERS):
                     if layer:
@@ -62,6 +63,7 @@ def test_another_host_goes_on_if_it_has_the_same_block(daemon, tmp_path, wait_un
         claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
         write_layer(claimed[0], 0)
         write_layer(claimed[0], 1)
+        told(reader, keys)
         with reader.get(keys, follow=True, wait_s=30) as blocks:
             blocks[0].wait_layer(1, timeout_s=30)
             with other.create(keys, other.register_layout(SMALL.to_blob())) as whole:
@@ -86,6 +88,7 @@ def test_a_block_that_nobody_has_the_rest_of_is_lost_soon(daemon, tmp_path, wait
     with hosts[0].connect() as writer, hosts[1].connect() as reader:
         claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
         write_layer(claimed[0], 0)
+        told(reader, keys)
         with reader.get(keys, follow=True, wait_s=30) as blocks:
             blocks[0].wait_layer(0, timeout_s=30)
             hosts[0].kill()
@@ -111,7 +114,7 @@ def test_what_is_asked_on_connections_that_are_gone_is_asked_once_more(daemon, t
             with writer.create(keys, writer.register_layout(SMALL.to_blob())) as blocks:
                 for block in blocks:
                     fill(block)
-            wait_until(lambda: reader.lookup(keys, peers=True).on_peers == len(keys), "word of them came")
+            told(reader, keys)
             for first in range(0, 160, 4):  # streams that nothing was asked on yet have no connection to lose
                 proxy.forget()
                 read(keys[first : first + 4])

@@ -19,7 +19,7 @@ from kvstored.config.config import Config
 from kvstored.config.peers import endpoint, peers
 from kvstored.errors import ConfigError
 from tests.conftest import DaemonFailed
-from tests.hosts.hosts import Hosts, Proxy
+from tests.hosts.hosts import Hosts, Proxy, told
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl command to make certificates")
 
@@ -49,9 +49,8 @@ def put(client, keys, geometry=SMALL):
             fill(block, geometry.num_layers)
 
 
-def got_when_told(client, keys, wait_until, geometry=SMALL):
-    """What was just put is a miss here until word of it has come: milliseconds, more on a busy machine."""
-    wait_until(lambda: client.lookup(keys, peers=True).on_peers == len(keys), "word of them came")
+def got_when_told(client, keys, geometry=SMALL):
+    told(client, keys)
     return got(client, keys, geometry)
 
 
@@ -83,7 +82,7 @@ def test_blocks_come_over_tls_and_are_not_to_be_read_on_the_way(hosts, wait_unti
             for geometry in (SMALL, BIG):
                 keys = new_keys(8)
                 put(writer, keys, geometry)
-                assert got_when_told(reader, keys, wait_until, geometry) == 8
+                assert got_when_told(reader, keys, geometry) == 8
                 wanted = bytes(pattern(keys[0], 0, (64,)))
                 assert len(passed) > 8 * 64 and wanted not in passed and keys[0] not in passed
     finally:
@@ -102,7 +101,7 @@ def test_a_block_is_followed_over_tls_while_it_is_computed(hosts, wait_until):
                 block.layer(layer)[...] = pattern(key, layer, block.layer(layer).shape)
                 block.mark_layer(layer)
                 if layer == 0:
-                    wait_until(lambda: reader.lookup(keys, peers=True).states[0], "word of it came")
+                    told(reader, keys)
                     follower = reader.get(keys, follow=True, wait_s=30)[0]
                 follower.wait_layer(layer, timeout_s=30)
                 seen = follower.layer(layer)
@@ -154,14 +153,14 @@ def test_what_is_renewed_is_used_after_a_reload_and_what_is_wrong_is_not(hosts, 
         for _ in range(3):
             keys = new_keys(4)
             put(here, keys)
-            assert got_when_told(there, keys, wait_until) == 4
+            assert got_when_told(there, keys) == 4
             before = hosts.peers(1)["n0"]["connects"]
             for i in range(2):
                 certificate(made, f"n{i}")
                 assert reload(hosts[i]).returncode == 0
             keys = new_keys(4)
             put(here, keys)
-            assert got_when_told(there, keys, wait_until) == 4
+            assert got_when_told(there, keys) == 4
             wait_until(lambda n=before: hosts.peers(1)["n0"]["connects"] > n, "it connected anew")
         # A key that is not the certificate's: refused as a whole, and the one before stays.
         shutil.copy(made / "n1.key", made / "n0.key")
@@ -169,7 +168,7 @@ def test_what_is_renewed_is_used_after_a_reload_and_what_is_wrong_is_not(hosts, 
         assert refused.returncode == 4 and "tls_key" in refused.stderr
         keys = new_keys(4)
         put(here, keys)
-        assert got_when_told(there, keys, wait_until) == 4
+        assert got_when_told(there, keys) == 4
         # The authority changes its mind about n1: what stood does not stand.
         certificate(made, "n0")
         certificate(made, "n1", days=-1)
@@ -212,7 +211,7 @@ def test_a_stranger_on_the_port_gets_nothing(hosts, made, wait_until):
     with hosts[0].connect() as here, hosts[1].connect() as there:
         keys = new_keys(2)
         put(here, keys)
-        assert got_when_told(there, keys, wait_until) == 2
+        assert got_when_told(there, keys) == 2
     assert not [line for line in hosts[0].log().splitlines() if " info " not in line]
 
 
