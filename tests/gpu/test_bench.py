@@ -46,7 +46,7 @@ def small(device, monkeypatch):
     monkeypatch.setattr(gpu_moving, "AWQ_SHAPES", [(256, 64)])
     monkeypatch.setattr(gpu_attention, "PREFILL_TOKENS", (64,))
     monkeypatch.setattr(gpu_attention, "APPEND_TOKENS", (16,))
-    monkeypatch.setattr(gpu_attention, "CONTEXT", 256)
+    monkeypatch.setattr(gpu_attention, "CONTEXT", 128)
     monkeypatch.setattr(gpu_attention, "PREFILL", 1)  # the naive kernel knows every problem
     monkeypatch.setattr(gpu_attention, "DECODE", 1)
     monkeypatch.setattr(gpu_ttft, "TOKENS", (256,))

@@ -49,23 +49,24 @@ def test_find_package_builds_it_and_it_runs(daemon, prefix, tmp_path):
     assert SAID in run(tmp_path / "own_allocator", daemon(memory="64MiB").dir)
 
 
-def test_pkg_config_builds_it_and_it_runs(daemon, prefix, tmp_path):
+@pytest.fixture(scope="module")
+def example(prefix, tmp_path_factory):
+    """Built by what pkg-config says."""
     if shutil.which("c++") is None or shutil.which("pkg-config") is None:
         pytest.skip("there is no c++ or no pkg-config here")
     env = {**os.environ, "PKG_CONFIG_PATH": str(prefix / "lib/pkgconfig")}
     flags = run("pkg-config", "--cflags", "--libs", "kvstored", env=env).split()
-    program = tmp_path / "own_allocator"
+    program = tmp_path_factory.mktemp("example") / "own_allocator"
     strict = ["-std=c++20", "-Wall", "-Wextra", "-pedantic", "-Werror"]
     run("c++", *strict, EXAMPLE / "own_allocator.cc", "-o", program, *flags, f"-Wl,-rpath,{prefix}/lib")
-    assert SAID in run(program, daemon(memory="64MiB").dir)
+    return program
 
 
-def test_without_a_daemon_it_says_so(prefix, tmp_path):
-    if shutil.which("c++") is None:
-        pytest.skip("there is no c++ here")
-    program = tmp_path / "own_allocator"
-    library = [f"-L{prefix}/lib", "-lkvstored_client", f"-Wl,-rpath,{prefix}/lib"]
-    run("c++", "-std=c++20", f"-I{prefix}/include", EXAMPLE / "own_allocator.cc", "-o", program, *library)
-    done = subprocess.run([program, tmp_path], capture_output=True, text=True, timeout=60)
+def test_pkg_config_builds_it_and_it_runs(daemon, example):
+    assert SAID in run(example, daemon(memory="64MiB").dir)
+
+
+def test_without_a_daemon_it_says_so(example, tmp_path):
+    done = subprocess.run([example, tmp_path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "kvs_connect" in done.stderr

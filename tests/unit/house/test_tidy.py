@@ -8,7 +8,9 @@ import ast
 import re
 import subprocess
 import tomllib
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -43,6 +45,29 @@ def text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+class Syntax(NamedTuple):
+    """Of a file in Python; each with its line."""
+
+    docstring: str
+    functions: list[tuple[int, str, int]]  # and the lines of each
+    bound: list[tuple[int, str]]  # names of locals and arguments
+
+
+@cache
+def syntax(path: Path) -> Syntax:
+    tree = ast.parse(text(path))
+    found = Syntax(ast.get_docstring(tree) or "", [], [])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            found.functions.append((node.lineno, node.name, length))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.bound.append((node.lineno, node.id))
+        elif isinstance(node, ast.arg):
+            found.bound.append((node.lineno, node.arg))
+    return found
+
+
 def fail_if(problems: list[str]) -> None:
     assert not problems, "\n" + "\n".join(problems)
 
@@ -63,11 +88,9 @@ def test_files_are_short():
 def test_python_functions_are_short():
     problems = []
     for path in PYTHON:
-        for node in ast.walk(ast.parse(text(path))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > FUNCTION_LINES:
-                    problems.append(f"{name(path)}:{node.lineno}: {node.name} has {length} lines")
+        for line, function, length in syntax(path).functions:
+            if length > FUNCTION_LINES:
+                problems.append(f"{name(path)}:{line}: {function} has {length} lines")
     fail_if(problems)
 
 
@@ -141,8 +164,7 @@ def test_every_file_opens_with_what_it_is():
     for path in SOURCES:
         body = text(path)
         if path.suffix == ".py":
-            docstring = ast.get_docstring(ast.parse(body))
-            if not docstring or len(docstring) < 20:
+            if len(syntax(path).docstring) < 20:
                 problems.append(f"{name(path)}: no module docstring")
         elif path.suffix == ".cc" and path.with_suffix(".h").exists():
             continue  # the header says it
@@ -155,8 +177,7 @@ def test_every_test_file_states_its_goal():
     problems = []
     for path in FILES:
         if re.fullmatch(r"test_\w+\.py", path.name):
-            docstring = ast.get_docstring(ast.parse(text(path))) or ""
-            if len(docstring) < 60:
+            if len(syntax(path).docstring) < 60:
                 problems.append(f"{name(path)}: the docstring must say what is proven and how")
         elif path.name.endswith("_test.cc") and len(text(path).split("\n\n")[0]) < 60:
             problems.append(f"{name(path)}: the opening comment must say what is proven and how")
@@ -295,11 +316,9 @@ SAY_NOTHING = {"own", "one", "given"}  # as names of locals and arguments: a thi
 def test_names_say_what_they_hold():
     problems = []
     for path in PYTHON:
-        for node in ast.walk(ast.parse(text(path))):
-            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            called = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+        for line, called in syntax(path).bound:
             if called in SAY_NOTHING:
-                problems.append(f"{name(path)}:{node.lineno}: a local called {called}")
+                problems.append(f"{name(path)}:{line}: a local called {called}")
     for path in NATIVE:
         for number, line in enumerate(without_comments(text(path)).splitlines(), 1):
             for called in re.findall(rf"\b({'|'.join(sorted(SAY_NOTHING))})\b", line):
