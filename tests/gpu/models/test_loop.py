@@ -33,7 +33,7 @@ def test_requests_at_once_say_what_each_says_alone(place, client, monkeypatch, d
         "step",
         lambda model, tokens, *more: together.append(len(tokens)) or step(model, tokens, *more),
     )
-    lengths = ((51, 19, 35), 2) if drafts else ((101, 37, 70), 1)  # what repeats itself is drafted
+    lengths = ((51, 19, 35), 2) if drafts else ((61, 19, 35), 1)  # what repeats itself is drafted
     texts = [prompt(n, seed=n)[0].tolist() * lengths[1] for n in lengths[0]]
     asked = [torch.tensor([text], device=place) for text in texts]
     drafting = Drafting(PromptLookup(), 4, model.config.vocab_size) if drafts else None
