@@ -37,13 +37,15 @@ if TYPE_CHECKING:
     from kvclient.client.client import KVClient
 
 MAX_REGION_BYTES = 1 << 46
+UNKNOWN = "the daemon did not answer: it may be sealed, and its memory is no part of the region any more"
 
 
 class Registered(NamedTuple):
     """What became of one item. word: "sealed"; "open", its other layers are awaited; "exists", "pending" or
     "no_space", as create says it; "lost", its layers of before are gone with a daemon; "unavailable"; or
     "refused", and why. in_place: it was sealed where it lies; if not, though that was wanted, `reason` says
-    why it was copied."""
+    why it was copied. Of one that is "lost" in place nobody knows: the daemon was asked and did not answer,
+    and its memory is no part of the region any more."""
 
     word: str
     reason: str = ""
@@ -119,7 +121,7 @@ class Region:
         layer_index + 3. A layer's bytes are its buffers in the order kv, part. Offsets are multiples of 64;
         the buffers of one block must not overlap. Fewer layers than the layout's leave the block open
         until the others were registered; followers see them in order. Raises InvalidArgument for arguments
-        of no shape, Closed, and what create raises.
+        of no shape, Closed, and what create raises where nothing was sealed in place before.
         """
         self._check_process()
         names = [bytes(key) for key in keys]
@@ -165,9 +167,16 @@ class Region:
         if not fresh:
             return
         layers = self._client._geometry(layout_id).num_layers
-        writer = self._client.create(
-            [names[i] for i in fresh], layout_id, priority, ttl_s, [counts[i] for i in fresh]
-        )
+        try:
+            writer = self._client.create(
+                [names[i] for i in fresh], layout_id, priority, ttl_s, [counts[i] for i in fresh]
+            )
+        except KVClientError as error:
+            if not any(item is not None and item.in_place for item in said):
+                raise
+            for i in fresh:  # what was sealed in place must be told
+                said[i] = Registered("unavailable", str(error))
+            return
         for at, (i, word) in enumerate(zip(fresh, writer.results, strict=True)):
             if word == "granted":
                 self._open[names[i]] = _Open(writer, at, layout_id, counts[i], layers, set())
@@ -203,9 +212,9 @@ class Region:
             return why | dict.fromkeys(which, str(error))
         for i, word in zip(which, words, strict=True):
             if word == "no_space":
-                why[i] = "its memory is sealed already, or the daemon began anew since"
+                why[i] = "its memory or its key is sealed already, or the daemon began anew since"
             else:
-                said[i] = Registered(word, in_place=word == "sealed")
+                said[i] = Registered(word, UNKNOWN * (word == "lost"), in_place=word in ("sealed", "lost"))
         return why
 
     def block_bytes(self, layout_id: int, tokens: int | None = None) -> int:
@@ -247,7 +256,7 @@ class Region:
         blocks: what get() answered, followed ones too: of these what is there, Blocks.wait_layer() waits.
         buffers, axes, layer_index: as for register(), one row for each block. Memory that is sealed, and what
         another block of this call went to, is refused. A corrupt block leaves the index by get(verify=True).
-        Raises InvalidArgument for arguments of no shape, Closed, PinsExhausted.
+        Raises InvalidArgument for arguments of no shape, Closed, PinsExhausted (nothing was written).
         """
         self._check_process()
         places = in_order(buffers, axes, len(blocks))

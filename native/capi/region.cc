@@ -327,13 +327,13 @@ kvs_status kvs_region_seal(kvs_region* region, const kvs_key* keys, size_t count
     const std::span<const Key> names = keys_of(keys, count);
     for (size_t i = 0; i < count; ++i)
       wanted.push_back({names[i], offsets[i], token_counts ? token_counts[i] : layout.block_tokens});
-    const auto grants = region->client->session.call([&](Client&) {
+    const auto said = region->client->session.call([&](Client&) {
       const auto [here, attachment] = region->client->session.layout_here(layout_id);
-      if (attachment != region->memory.attachment()) return std::vector<Grant>(count, Grant::NoSpace);
+      if (attachment != region->memory.attachment()) return std::vector<Region::Sealing>(count, Region::Sealing::NoSpace);
       return region->memory.seal(here, wanted, priority, ttl_s);
     });
-    static constexpr uint8_t kWords[] = {KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING, KVS_REGION_NO_SPACE};
-    for (size_t i = 0; i < count; ++i) results[i] = kWords[static_cast<size_t>(grants[i])];
+    static constexpr uint8_t kWords[] = {KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING, KVS_REGION_NO_SPACE, KVS_LOST};
+    for (size_t i = 0; i < count; ++i) results[i] = kWords[static_cast<size_t>(said[i])];
   });
 }
 

@@ -291,11 +291,13 @@ class Writer:
 class CClient:
     """One kvs_client."""
 
-    def __init__(self, directory: str, namespace: str = "default", max_pins: int = 65536) -> None:
+    def __init__(
+        self, directory: str, namespace: str = "default", max_pins: int = 65536, timeout_s: float = 5.0
+    ) -> None:
         options = Options()
         LIB.kvs_default_options(c.byref(options))
         options.directory, options.namespace_name = directory.encode(), namespace.encode()
-        options.max_pins = max_pins
+        options.max_pins, options.timeout_s = max_pins, timeout_s
         pointer = c.c_void_p()
         checked(LIB.kvs_connect(c.byref(options), c.byref(pointer)))
         self._handle = Handle(pointer, LIB.kvs_close)

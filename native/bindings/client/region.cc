@@ -28,14 +28,14 @@ std::vector<std::string> seal(const Held& held, uint32_t layout, nb::handle keys
                                  " token counts for " + std::to_string(count) + " keys");
   std::vector<Region::Wanted> wanted;
   for (size_t i = 0; i < count; ++i) wanted.push_back({names.keys()[i], places.data[i], tokens[i]});
-  std::vector<Grant> grants;
+  std::vector<Region::Sealing> said;
   {
     const WithoutGil released;
-    grants = held.region->seal(layout, wanted, priority, ttl_s);
+    said = held.region->seal(layout, wanted, priority, ttl_s);
   }
-  static const char* const kWords[] = {"sealed", "exists", "pending", "no_space"};
+  static const char* const kWords[] = {"sealed", "exists", "pending", "no_space", "lost"};
   std::vector<std::string> out;
-  for (const Grant grant : grants) out.push_back(kWords[static_cast<size_t>(grant)]);
+  for (const Region::Sealing word : said) out.push_back(kWords[static_cast<size_t>(word)]);
   return out;
 }
 
@@ -92,7 +92,8 @@ void bind_region(nb::module_& m) {
       .def_prop_ro("attachment", [](const Held& h) { return h.region->attachment(); })
       .def("seal", seal, nb::arg("layout_id"), nb::arg("keys").none(), nb::arg("offsets"), nb::arg("token_counts"),
            nb::arg("priority"), nb::arg("ttl_s"),
-           "Seals blocks where they lie; a word per key: \"sealed\", \"exists\", \"pending\", or \"no_space\": not here.")
+           "Seals blocks where they lie; a word per key: \"sealed\", \"exists\", \"pending\", \"no_space\": not here, or "
+           "\"lost\".")
       .def("load", load, nb::arg("blocks"), nb::arg("layer_index"), nb::arg("places"), nb::arg("layers"), nb::arg("buffers"),
            "Copies layers of the blocks out to [blocks, layers, buffers, 2] places; of each block a word and why.")
       .def("give_back", give_back, nb::arg("keys").none(), "A word per key: \"taken\", \"held\" or \"gone\".")

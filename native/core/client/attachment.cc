@@ -245,7 +245,7 @@ std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previou
     throw Error(Code::InvalidArgument, "the namespace's name has " + std::to_string(options_.name.size()) +
                                            " bytes, the limit is " + std::to_string(protocol::kMaxNamespace));
   std::copy(options_.name.begin(), options_.name.end(), attach.name);
-  if (previous && !previous->foreign()) {
+  if (previous && !previous->foreign() && previous->resumable_.load(std::memory_order_relaxed)) {
     attach.resume_session = previous->session_;
     std::copy_n(previous->board->page().token, sizeof attach.resume_token, attach.resume_token);
   }

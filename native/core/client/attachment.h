@@ -50,6 +50,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   bool current() const { return index.header().epoch.load(std::memory_order_acquire) == epoch_.load(std::memory_order_relaxed); }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   bool connected() const { return connected_.load(std::memory_order_acquire); }
+  // Who attaches next begins a session. This one's memory stays what it is until nothing here maps it any more.
+  void never_resume() { resumable_.store(false, std::memory_order_relaxed); }
 
   // One request and its reply's body. Throws the error the daemon answered, or Detached if it cannot be reached. After
   // DeadlineExceeded the connection is closed, because a late reply would answer the wrong request.
@@ -113,7 +115,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   uint32_t session_ = 0;
   Id pool_id_{};
   std::atomic<uint64_t> epoch_{0};
-  std::atomic<bool> connected_{false};
+  std::atomic<bool> connected_{false}, resumable_{true};
   std::atomic<bool> closed_{false};
 
   std::mutex socket_mutex_;

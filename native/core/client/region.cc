@@ -122,11 +122,11 @@ void Region::pin(const std::vector<std::pair<Key, Sealed>>& fresh) {
   if (!lost.empty()) attachment_->board->clear(lost);
 }
 
-std::vector<Grant> Region::seal(uint32_t layout_id, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s) {
+std::vector<Region::Sealing> Region::seal(uint32_t layout_id, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s) {
   const std::lock_guard lock(mutex_);
   if (closed_) throw Error(Code::Closed, "the region was given back");
   if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
-  std::vector<Grant> out(blocks.size(), Grant::NoSpace);
+  std::vector<Sealing> out(blocks.size(), Sealing::NoSpace);
   if (!attachment_->connected() || !attachment_->current()) return out;
   const Attachment::Known known = attachment_->layout(layout_id);
   const Layout& layout = known->layout;
@@ -143,6 +143,7 @@ std::vector<Grant> Region::seal(uint32_t layout_id, std::span<const Wanted> bloc
                                              " are not inside the region of " + std::to_string(extent_.length) +
                                              ", or begin within a page");
     if (touches(runs_, block.offset, bytes) || touches(here, block.offset, bytes)) continue;  // sealed: not to be written to
+    if (sealed_.contains(block.key)) continue;  // its memory of before could not be given back any more
     here.emplace(block.offset, block.offset + bytes);
     which.push_back(i);
   }
@@ -156,21 +157,38 @@ std::vector<Grant> Region::seal(uint32_t layout_id, std::span<const Wanted> bloc
           body, protocol::PublishItem{blocks[i].key, extent_.offset + blocks[i].offset, blocks[i].tokens, 1, random_key()});
     }
     std::vector<std::pair<Key, Sealed>> fresh;
-    attachment_->ask(protocol::Op::Publish, static_cast<uint32_t>(part.size()), body, {}, [&](std::span<const uint8_t> answer) {
+    const auto take = [&](std::span<const uint8_t> answer) {
       protocol::Reader reader(answer);
       for (const size_t i : part) {
         const auto change = reader.take<protocol::RegionItem>();
         if (!reader.ok()) throw Error(Code::Detached, "the daemon's answer about a region cannot be read");
-        out[i] = static_cast<Grant>(change.status);
+        out[i] = static_cast<Sealing>(change.status);
         follow(change);
-        if (out[i] == Grant::Granted)
+        if (out[i] == Sealing::Sealed)
           fresh.push_back(
               {blocks[i].key, {{change.record, change.generation}, blocks[i].offset, layout.extent_bytes(blocks[i].tokens), 0}});
       }
-    });
+    };
+    bool sent = false;
+    try {
+      attachment_->ask(protocol::Op::Publish, static_cast<uint32_t>(part.size()), body, [&] { sent = true; }, take);
+    } catch (const Error& error) {
+      const bool unknown = sent && (error.code == Code::Detached || error.code == Code::DeadlineExceeded);
+      if (!unknown && first == 0) throw;
+      if (unknown)
+        for (const size_t i : part) lose(blocks[i].offset, layout.extent_bytes(blocks[i].tokens)), out[i] = Sealing::Lost;
+      return out;
+    }
     pin(fresh);
   }
   return out;
+}
+
+// The daemon may have made it a block, and more parts of what was around it: a session that is resumed names those it knows of,
+// and the memory of the others would be given to anybody while our allocator writes to it.
+void Region::lose(uint64_t offset, uint64_t length) {
+  runs_.emplace(offset, offset + length);
+  attachment_->never_resume();
 }
 
 std::string Region::refusal(std::span<const Extent> buffers) const {
@@ -215,6 +233,8 @@ std::vector<Region::Answer> Region::load(BlockBatch& batch, uint32_t first, std:
   const std::lock_guard lock(mutex_);  // nothing is sealed or given back meanwhile
   if (closed_) throw Error(Code::Closed, "the region was given back");
   if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
+  for (size_t i = 0; i < blocks.size(); ++i)
+    if (batch.item(i).state == ItemState::Exhausted) throw Error(Code::PinsExhausted, batch.attachment().exhausted());
   std::vector<Answer> out;
   Runs filled;
   for (size_t i = 0; i < blocks.size(); ++i) out.push_back(load_one(batch, i, first, blocks[i], filled));
@@ -223,7 +243,6 @@ std::vector<Region::Answer> Region::load(BlockBatch& batch, uint32_t first, std:
 
 Region::Answer Region::load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled) {
   const BlockBatch::Item& item = batch.item(i);
-  if (item.state == ItemState::Exhausted) throw Error(Code::PinsExhausted, batch.attachment().exhausted());
   if (item.state != ItemState::Hit) return {Loaded::Missing, ""};
   if (std::string why = refusal_to_load(item, first, layers, filled); !why.empty()) return {Loaded::Refused, std::move(why)};
   try {
@@ -297,8 +316,9 @@ std::vector<Back> Region::give_back(std::span<const Key> keys) {
 }
 
 void Region::close() {
+  if (attachment_->foreign()) return;  // before the lock, which a thread of the parent's may have held at the fork
   const std::lock_guard lock(mutex_);
-  if (closed_ || attachment_->foreign()) return;
+  if (closed_) return;
   closed_ = true;
   std::vector<uint32_t> slots;
   for (const auto& [key, sealed] : sealed_)
@@ -314,7 +334,7 @@ void Region::close() {
       attachment_->ask(protocol::Op::Abort, static_cast<uint32_t>(part.size()),
                        {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()});
     } catch (const Error&) {
-      return;  // the session's end gives them up
+      break;  // the session's end gives them up
     }
   }
   if (counted_) attachment_->count_region(-1);

@@ -41,17 +41,22 @@ class Region {
     uint64_t offset;  // in the region, a multiple of a page
     uint32_t tokens;
   };
+  // As Grant; Lost: the daemon was asked and did not answer. It may have sealed the block, whose memory counts as sealed from
+  // then on and is no part of the region any more.
+  enum class Sealing : uint8_t { Sealed, Exists, Pending, NoSpace, Lost };
   // Seals blocks that lie at their offsets as their layout says: layer after layer, each on a multiple of kLayerAlign. The pads
   // and what stands behind the layers, up to extent_bytes(), are the block's too and are written here. `layout` is of this
-  // region's attachment. NoSpace: cannot be sealed in place: part of it was sealed already, or the daemon was another since.
-  std::vector<Grant> seal(uint32_t layout, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s);
+  // region's attachment. NoSpace: cannot be sealed in place: part of it or its key was sealed here already and not given back, or
+  // the daemon was another since.
+  std::vector<Sealing> seal(uint32_t layout, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s);
   // Afterwards nobody finds them; Taken: the memory is the allocator's. Held: ask again later. Gone: it will not be.
   std::vector<Back> give_back(std::span<const Key> keys);
   bool is_sealed(uint64_t offset, uint64_t length);  // is any byte of it in a sealed block?
   // Why these buffers of a block cannot be: not inside, not on multiples of kBufferAlign, or overlapping; "" if they can.
   std::string refusal(std::span<const Extent> buffers) const;
   // Copies layers of the batch's blocks, from `first` on, out to their buffers, [block][layer][buffer], and compares each with
-  // its checksum. Of one that is Corrupt the buffers hold no block. Throws Closed, Detached in a forked child, PinsExhausted.
+  // its checksum. Of one that is Corrupt the buffers hold no block. Throws Closed, Detached in a forked child; PinsExhausted,
+  // before anything is written.
   std::vector<Answer> load(BlockBatch& batch, uint32_t first, std::span<const Buffers> blocks);
   void close();  // what is sealed stays, and is evicted as any other block. Idempotent
 
@@ -69,6 +74,7 @@ class Region {
   Answer load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled);
   void finish(const Layout& layout, const Wanted& block);
   void follow(const protocol::RegionItem& change);
+  void lose(uint64_t offset, uint64_t length);
   void pin(const std::vector<std::pair<Key, Sealed>>& fresh);
 
   std::shared_ptr<Attachment> attachment_;

@@ -221,7 +221,7 @@ kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count,
                           const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
 /* The other way: copies the layers of what a kvs_get pinned, from layer_index on, out to their buffers, laid down as above, and
  * compares each with its checksum. results[0..kvs_blocks_count): a kvs_loaded each. Waits for no layer: of a followed block only
- * what is there. Calls of several threads run one after the other. Waits for nothing. */
+ * what is there. Calls of several threads run one after the other. KVS_PINS_EXHAUSTED: nothing was written. Waits for nothing. */
 typedef enum kvs_loaded {
   KVS_LOADED = 0,
   KVS_LOAD_MISSING = 1, /* it was not found */
@@ -236,9 +236,10 @@ kvs_status kvs_region_load(kvs_region* region, const kvs_blocks* blocks, const k
 const char* kvs_region_refusal(const kvs_region* region, size_t i);
 /* Seals blocks where they lie: block i begins offsets[i] bytes into the region, a multiple of 4096, and has kvs_block_bytes()
  * there, its layers where kvs_block_layer() says. What stands between and behind the layers is written here. Nothing may write
- * to it until kvs_region_give_back answers KVS_TAKEN. results[0..count): KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING, or
- * KVS_REGION_NO_SPACE: a part of it is sealed already, or the daemon is another since: kvs_region_put can copy it. Reads the
- * layers, for their checksums. Asks the daemon. */
+ * to it until kvs_region_give_back answers KVS_TAKEN. results[0..count): KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING;
+ * KVS_REGION_NO_SPACE: a part of it, or its key, is sealed here already and was not given back, or the daemon is another since:
+ * kvs_region_put can copy it; or KVS_LOST: the daemon was asked and did not answer, the block may be sealed, and its memory is no
+ * part of the region any more. Reads the layers, for their checksums. Asks the daemon. */
 kvs_status kvs_region_seal(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id, const uint64_t* offsets,
                            const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
 /* Takes blocks that were sealed in place out of the store, one by one. results[0..count): a kvs_given_back each. Asks the

@@ -66,6 +66,19 @@ def laid_out(before, held, place, first=0):
     return after
 
 
+@pytest.mark.parametrize("door", ["python", "c"])
+def test_where_one_block_has_no_pin_nothing_is_written(daemon, door):
+    kvstored = daemon(memory="64MiB")
+    python = door == "python"
+    with kvstored.connect(max_pins=1) if python else CRegionClient(str(kvstored.dir), max_pins=1) as client:
+        put(client, [key(1), key(2)])
+        with client.register_region(1 << 16) as region, client.get([key(1), key(2)]) as blocks:
+            region.array[:] = 3
+            with pytest.raises(kvclient.PinsExhausted):
+                region.load(blocks, places(0, 2))
+            assert (region.array == 3).all()
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_buffers_anywhere_in_any_order(client, data):
