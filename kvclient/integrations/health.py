@@ -1,23 +1,26 @@
 """Whether the store an engine goes on without is there: one log line when it goes, one when it is back.
 
-Owns the line and the count; never decides anything. Invariant: a line is written only when the state
+Owns the line and the count; never decides anything. Invariants: a line is written only when the state
 changes, so an engine that runs for days without its store has one line of it, which says since when and
-why.
+why; the store is back when the daemon is there and nothing has failed since the last look.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from datetime import datetime
 from typing import Any
 
 
 class Health:
-    """Of one client. To be asked once per step of the engine."""
+    """Of one client. To be asked once per step of the engine. Thread-safe."""
 
     def __init__(self, client: Any, logger: logging.Logger) -> None:
         self._client, self._logger = client, logger
+        self._lock = threading.Lock()
+        self._failed = False  # since the last look
         self._since: float | None = None
         self._since_clock = ""
         self._why = ""
@@ -30,9 +33,14 @@ class Health:
 
     def failed(self, what: str, error: BaseException | str) -> None:
         """Counts a failure that became a miss, and says the first of a row."""
+        with self._lock:
+            self._note(f"{what} failed: {error}")
+
+    def _note(self, why: str) -> None:
         self.failures_total += 1
+        self._failed = True
         if self._since is None:
-            self._since, self._why = time.monotonic(), f"{what} failed: {error}"
+            self._since, self._why = time.monotonic(), why
             self._since_clock = datetime.now().astimezone().isoformat(timespec="seconds")
             self._logger.warning(
                 "kvstored: since %s the engine goes on without the store: %s", self._since_clock, self._why
@@ -40,13 +48,16 @@ class Health:
 
     def look(self) -> None:
         """Notes, and logs once, when the daemon goes away and when it is back."""
-        if self._client.degraded:
-            if self._since is None:
-                self.failed("the daemon", "it cannot be reached")
-        elif self._since is not None:
-            away_s = time.monotonic() - self._since
-            self._since = None
-            self._logger.warning(
-                "kvstored: the store is back after %.1f s; it was away since %s: %s",
-                away_s, self._since_clock, self._why,
-            )  # fmt: skip
+        degraded = self._client.degraded
+        with self._lock:
+            if degraded:
+                if self._since is None:
+                    self._note("the daemon failed: it cannot be reached")
+            elif self._since is not None and not self._failed:
+                away_s = time.monotonic() - self._since
+                self._since = None
+                self._logger.warning(
+                    "kvstored: the store is back after %.1f s; it was away since %s: %s",
+                    away_s, self._since_clock, self._why,
+                )  # fmt: skip
+            self._failed = False

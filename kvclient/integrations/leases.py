@@ -33,12 +33,13 @@ class Leases:
 
     def hold(self, keys: Iterable[bytes], blocks: Any) -> None:
         """Takes the pins over."""
+        names = set(keys)
         with self._lock:
-            if self._closed:
+            if self._closed or not names:
                 blocks.release()
                 return
-            self._held.append(_Lease(blocks, set(keys), time.monotonic() + self._lease_s))
-            while self.count > self._max_blocks and len(self._held) > 1:
+            self._held.append(_Lease(blocks, names, time.monotonic() + self._lease_s))
+            while self._count() > self._max_blocks and len(self._held) > 1:
                 self._held.popleft().blocks.release()
             self._arm()
 
@@ -57,6 +58,10 @@ class Leases:
     @property
     def count(self) -> int:
         """Blocks held at the moment."""
+        with self._lock:
+            return self._count()
+
+    def _count(self) -> int:
         return sum(len(lease.keys) for lease in self._held)
 
     def close(self) -> None:

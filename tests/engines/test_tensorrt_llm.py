@@ -156,6 +156,7 @@ def test_what_differs_misses(daemon, adapter, monkeypatch):
     first = Engine(adapter, monkeypatch, kvstored.dir)
     first.run(PROMPT)
     assert first.run(PROMPT, lora_task_id=7) == 0
+    assert first.run(PROMPT, lora_task_id=0) == 0, "a number as any other"
     assert first.run(PROMPT, multimodal_hashes=[[1]]) == 0
     salted = types.SimpleNamespace(request_id=99, cache_salt="tenant", get_tokens=lambda beam: PROMPT)
     assert first.scheduler.get_num_new_matched_tokens(salted, 0) == (0, False)
@@ -164,8 +165,12 @@ def test_what_differs_misses(daemon, adapter, monkeypatch):
         {"dtype": "bfloat16"},
         {"cache_dtype": "fp8"},
         {"quant_config": "int4"},
+        {"attn_backend": "FLASHINFER"},
     ):
         assert Engine(adapter, monkeypatch, kvstored.dir, **change).run(PROMPT) == 0, change
+    with monkeypatch.context() as other_version:
+        other_version.setattr(sys.modules["tensorrt_llm"], "__version__", "9", raising=False)
+        assert Engine(adapter, monkeypatch, kvstored.dir).run(PROMPT) == 0
     assert Engine(adapter, monkeypatch, kvstored.dir, ranks=2).run(PROMPT) == 0
     assert Engine(adapter, monkeypatch, kvstored.dir).run(PROMPT) == 40
 

@@ -154,10 +154,10 @@ class KvstoredL2Adapter(L2AdapterInterface):
     def _names(self, keys: Sequence[Any]) -> list[bytes | None]:
         """The store's keys; None of a model whose weights nobody told apart."""
         shared = [(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt) for key in keys]
-        kinds = set(shared)
+        kinds, known = set(shared), self._shared  # which another thread may replace
         names: list[bytes | None] = [None] * len(keys)
         for kind in kinds:
-            derived = self._shared[kind] if kind in self._shared else self._begin(kind)
+            derived = known[kind] if kind in known else self._begin(kind)
             if derived is None:
                 continue
             if len(kinds) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,12 @@ class KvstoredRemoteConnector(RemoteConnector):
     # ---------------------------------------------------------------- chunks
 
     async def get(self, key: Any) -> Any | None:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._get, key)
+        work = self._pool.submit(self._get, key)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:  # LMCache waits no longer than its blocking_timeout_secs
+            work.add_done_callback(_give_back)
+            raise
 
     def _get(self, key: Any) -> Any | None:
         if (name := self._name(key)) is None or (length := self._objects.length_of(name)) is None:
@@ -136,3 +141,9 @@ class KvstoredRemoteConnector(RemoteConnector):
     async def close(self) -> None:
         self._pool.shutdown(wait=True)
         self._client.close()
+
+
+def _give_back(work: Future[Any]) -> None:
+    """What was loaded for somebody who has gone: LMCache's memory is LMCache's again."""
+    if not work.cancelled() and work.exception() is None and (memory := work.result()) is not None:
+        memory.ref_count_down()

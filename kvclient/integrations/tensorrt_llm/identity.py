@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from typing import Any, NamedTuple
 
 import kvclient
@@ -18,7 +19,7 @@ from kvclient.integrations.checkpoint import checkpoint_digest
 from kvclient.integrations.options import with_defaults
 
 VARIABLE = "KVSTORED_TENSORRT_LLM"
-VERSION = 1
+VERSION = 2
 OPTIONS = {
     "dir": None,  # of the daemon; by default where kvclient.connect() looks
     "namespace": "default",
@@ -55,6 +56,9 @@ def common(llm_args: Any) -> Common:
         "cache_dtype": str(cache.dtype),
         "block_tokens": cache.tokens_per_block,
         "parallel": sizes,
+        # how a block's bytes are arranged differs between both
+        "engine": getattr(sys.modules.get("tensorrt_llm"), "__version__", None),
+        "attention": str(getattr(llm_args, "attn_backend", None)),
     }
     text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
     ranks = sizes[0] * sizes[1] * sizes[2]

@@ -145,4 +145,5 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
 
 
 def _shared(request: Any) -> bool:
-    return not any(getattr(request, name, None) for name in ALONE)
+    values = [getattr(request, name, None) for name in ALONE]
+    return all(value is None or (hasattr(value, "__len__") and len(value) == 0) for value in values)

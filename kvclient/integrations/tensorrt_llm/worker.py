@@ -8,6 +8,7 @@ is there, raises, because there is no way to have the block computed; a save tha
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class KvstoredWorker(KvCacheConnectorWorker):
         row = self._row(last)
         self._layout_id = self._pages.format([row.numel()])
         before, noise = row.clone(), torch.randint(0, 0x3C, (row.numel(),), dtype=torch.uint8).to(row.device)
-        key = [torch.randint(0, 256, (32,), dtype=torch.uint8).numpy().tobytes()]
+        key = [os.urandom(32)]  # not of torch's generator: ranks have the same seed
         row.copy_(noise)
         stored = self._pages.put(key, self._layout_id, [[row]])[0]
         row.zero_()

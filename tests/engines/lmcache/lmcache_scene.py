@@ -6,10 +6,14 @@ Each scene asserts for itself. What only the test can do is asked for by a line 
 """
 
 import argparse
+import asyncio
 import json
 import select
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 from lmcache.v1.distributed.api import ObjectKey
@@ -20,6 +24,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.platform import consume_fd
 
 import kvclient
+from kvclient.integrations.lmcache import KvstoredRemoteConnector
 
 DIRECTORY = sys.argv[2]
 
@@ -183,6 +188,40 @@ def harm():
     assert look_up(l2, more) == [True] * 3
     assert l2.report_status()["is_healthy"] is True
     l2.close()
+
+
+def given_up():
+    """LMCache gives up a get that takes long: what it loads then is nobody's, and LMCache's memory again."""
+    connector = object.__new__(KvstoredRemoteConnector)
+    connector._pool = ThreadPoolExecutor(1)
+    began, go_on, back = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(_key):
+        began.set()
+        assert go_on.wait(60)
+        return SimpleNamespace(ref_count_down=back.set)
+
+    connector._get = slow
+
+    async def ask():
+        asked = [asyncio.create_task(connector.get(number)) for number in range(2)]  # one thread for two
+        await asyncio.to_thread(began.wait, 60)
+        for task in asked:
+            task.cancel()
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ended)
+
+    asyncio.run(ask())
+    go_on.set()
+    assert back.wait(60)
+    connector._pool.shutdown()
+    assert asyncio.run(connected_get()) == "memory"
+
+
+async def connected_get():
+    connector = object.__new__(KvstoredRemoteConnector)
+    connector._pool, connector._get = ThreadPoolExecutor(1), lambda _key: "memory"
+    return await connector.get(0)
 
 
 globals()[sys.argv[1]]()

@@ -100,6 +100,24 @@ def test_the_controllers_way_through_it(daemon, make, in_place):
     assert writer.batch_set_v1(keys[:2], pool.slots([0, 1])) == [True, True]  # again: it is there
 
 
+def test_ranks_that_share_pages_try_theirs_side_by_side(daemon, make, monkeypatch):
+    """With latent attention all ranks have the same pages, and start at once."""
+    kvstored = daemon()
+    backend = type(make(kvstored))
+    store, others = backend._set, [1]
+
+    def store_and_let_another_start(self, *arguments):
+        done = store(self, *arguments)
+        for rank in others[:1]:
+            others.clear()
+            make(kvstored, is_mla_model=True, tp_rank=rank)
+        return done
+
+    monkeypatch.setattr(backend, "_set", store_and_let_another_start)
+    make(kvstored, is_mla_model=True, tp_rank=0)
+    assert not others
+
+
 def pools():
     # page_size 1 and one layer, as a state has it; the indexer has no pages in one piece
     return {

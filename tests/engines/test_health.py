@@ -1,0 +1,79 @@
+"""Goal: one log line when an engine's store goes and one when it is back, however many threads ask and
+however often a call fails meanwhile; a lease of nothing holds nothing, and leases can be counted at any time.
+
+Method: the two classes alone, with a client that is told what to be.
+"""
+
+import threading
+from types import SimpleNamespace
+
+from kvclient.integrations import health as module
+from kvclient.integrations.health import Health
+from kvclient.integrations.leases import Leases
+
+
+def made(lines, degraded=False):
+    logger = SimpleNamespace(warning=lambda text, *values: lines.append(text % values))
+    return Health(SimpleNamespace(degraded=degraded), logger)
+
+
+def test_two_threads_that_look_at_once(monkeypatch):
+    """The second looks while the first reckons how long the store was away."""
+    lines = []
+    health = made(lines)
+    health.failed("a load", "for a reason")
+    clock, second = module.time.monotonic, threading.Thread(target=health.look)
+
+    def meanwhile():
+        if not second.ident:
+            second.start()
+            second.join(0.2)  # it may have to wait for us
+        return clock()
+
+    monkeypatch.setattr(module.time, "monotonic", meanwhile)
+    for _ in range(2):  # the failure was behind the last look
+        health.look()
+    second.join()
+    assert ["goes on without" in lines[0], "is back" in lines[1]] == [True, True]
+    assert len(lines) == 2
+    assert not health.away
+
+
+def test_what_fails_at_every_step_is_said_once():
+    lines = []
+    health = made(lines)
+    for _ in range(5):
+        health.failed("a load", "no pin is left")
+        health.look()
+    assert len(lines) == 1 and "no pin is left" in lines[0]
+    assert health.away and health.failures_total == 5
+    health.look()
+    assert len(lines) == 2 and "is back" in lines[1]
+
+
+def test_leases_are_counted_while_another_thread_takes_one():
+    leases = Leases(60.0, 100)
+    for name in (b"a", b"b", b"c"):
+        leases.hold([name], SimpleNamespace(release=lambda: None))
+    mine = ([b"d"], SimpleNamespace(release=lambda: None))
+    other = threading.Thread(target=leases.hold, args=mine)
+
+    class Counted(set):
+        def __len__(self):
+            if not other.ident:
+                other.start()
+                other.join(0.2)  # it may have to wait for us
+            return 1
+
+    leases._held[0].keys = Counted([b"a"])
+    assert leases.count == 3
+    other.join()
+    leases.close()
+
+
+def test_a_lease_of_nothing_is_given_back_at_once():
+    released = []
+    leases = Leases(60.0, 4)
+    leases.hold([], SimpleNamespace(release=lambda: released.append(1)))
+    assert released == [1] and leases.count == 0
+    leases.close()
