@@ -20,7 +20,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.integrations.vllm.events import checked_endpoints
 from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
 from kvclient.integrations.vllm.identity import model_identity
-from kvclient.integrations.vllm.scheduling import Scheduling, Step
+from kvclient.integrations.vllm.scheduling import Ended, Scheduling, Step
 from kvclient.integrations.vllm.transfer import Worker
 
 logger = init_logger("vllm.kvstored")
@@ -71,7 +71,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling = Scheduling(
                 self._client, identity, block_tokens, hash_tokens, ranks, float(options["wait_pending_s"]),
                 float(options["fetch_wait_s"]), loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
-                events=bool(options["enable_kv_events"]),
+                events=bool(options["enable_kv_events"]), in_flight=_sends_ahead(vllm_config),
             )  # fmt: skip
             logger.info("kvstored: identity %s…, blocks of %d tokens", identity.hex()[:12], block_tokens)
         else:
@@ -108,6 +108,11 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        ended = connector_output.kv_connector_worker_meta
+        if isinstance(ended, Ended):
+            self._scheduler.ended(ended.steps)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self._scheduler.finished(request)
@@ -148,6 +153,9 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._own_worker.take_failed()
 
+    def build_connector_worker_meta(self) -> Ended | None:
+        return self._own_worker.take_ended()
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return True  # a replayed graph would skip the layers' calls
@@ -164,6 +172,11 @@ def _known(extra: dict[str, Any]) -> dict[str, Any]:
             f"kv_connector_extra_config has {', '.join(unknown)}; known are {', '.join(OPTIONS)}"
         )
     return extra
+
+
+def _sends_ahead(config: Any) -> bool:
+    """Whether a step is made before the one before has ended."""
+    return bool(config.scheduler_config.async_scheduling) or config.parallel_config.pipeline_parallel_size > 1
 
 
 def _only_group(cache: Any) -> Any:

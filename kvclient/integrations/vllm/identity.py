@@ -72,11 +72,15 @@ def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:
         raise InvalidArgument(
             'load_format="dummy" has no weights to tell apart; say "weights_digest" yourself'
         )
-    return digest_of_model(config.model_config.model, config.model_config.revision, extra)
+    model = config.model_config
+    return digest_of_model(model.model, model.revision, extra, config.load_config.download_dir)
 
 
-def digest_of_model(name: str, revision: str | None, extra: dict[str, Any]) -> bytes:
-    """Of the weights that vLLM knows under that name. Raises InvalidArgument if they are not here."""
+def digest_of_model(
+    name: str, revision: str | None, extra: dict[str, Any], download_dir: str | None = None
+) -> bytes:
+    """Of the weights that vLLM knows under that name, in its download_dir where it has one: another cache may
+    have the same name's weights of another day. Raises InvalidArgument if they are not here."""
     if digest := extra.get("weights_digest"):
         return hashlib.sha256(b"given\0" + str(digest).encode()).digest()
     path = Path(name)
@@ -84,7 +88,9 @@ def digest_of_model(name: str, revision: str | None, extra: dict[str, Any]) -> b
         from huggingface_hub import snapshot_download
 
         try:
-            path = Path(snapshot_download(name, revision=revision, local_files_only=True))
+            path = Path(
+                snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True)
+            )
         except Exception as error:
             reason = f"the files of model {name!r} are not on this machine ({error})"
             raise InvalidArgument(f'{reason}; say "weights_digest" in the configuration') from error
@@ -114,14 +120,15 @@ def _canonical(value: Any) -> bytes:
 
 
 class RequestKeys:
-    """The store's keys of one request's blocks, 32 bytes each in one piece, made as vLLM's hashes come."""
+    """The store's keys of one request's blocks, 32 bytes each in one piece, made as vLLM's hashes come. vLLM
+    may take hashes back: a request that gets more input loses the token that it had sampled last."""
 
     def __init__(self, identity: bytes, request: Any, hashes_per_block: int, adapters: Adapters) -> None:
         self._request, self._per_block = request, hashes_per_block
         if (adapter := getattr(request, "lora_request", None)) is not None:
             identity = hashlib.sha256(identity + adapters.digest(adapter)).digest()
         self._derived = DerivedKeys(identity)
-        self._made = b""
+        self._made, self._last = b"", b""  # and vLLM's hash behind the last of them
 
     def hashes(self, start: int, stop: int) -> list[bytes]:
         """vLLM's own, of those blocks."""
@@ -132,9 +139,12 @@ class RequestKeys:
         """Of those full blocks, as far as they are known."""
         hashes, per_block = self._request.block_hashes, self._per_block
         full, made = len(hashes) // per_block, len(self._made) // KEY_BYTES
+        if made and (full < made or hashes[made * per_block - 1] != self._last):
+            self._made, made = b"", 0
         if full > made:
             last_of_each = slice((made + 1) * per_block - 1, full * per_block, per_block)
             self._made += self._derived.packed(hashes[last_of_each])
+            self._last = hashes[full * per_block - 1]
         return self._made[start * KEY_BYTES : max(start, stop) * KEY_BYTES]
 
 

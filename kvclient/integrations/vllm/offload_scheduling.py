@@ -243,9 +243,14 @@ class KvstoredManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        if self._events is not None and success and keys:
-            self._events.append(OffloadingEvent(list(keys), Medium.CPU, False))
-            for name, key in zip(self._names.whole(keys), keys, strict=True):
+        if self._events is None or not success:
+            return
+        names = self._names.whole(keys)
+        there = self._there(names)  # a worker's store that failed is no failure to vLLM
+        if stored := [key for key, is_there in zip(keys, there, strict=True) if is_there]:
+            self._events.append(OffloadingEvent(stored, Medium.CPU, False))
+        for name, key, is_there in zip(names, keys, there, strict=True):
+            if is_there:
                 self._told.add(name, key)
 
     def take_events(self) -> Iterable[OffloadingEvent]:

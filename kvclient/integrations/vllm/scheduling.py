@@ -2,8 +2,10 @@
 step.
 
 Owns the requests that run; never touches KV. Invariant: only blocks all of whose ranks are in the store are
-promised; what a step saves follows from what the step computes, so that a request that was set back by a
-failed load or a preemption saves again what it computes again.
+promised; what a step saves follows from what the request has computed, so that a request that was set back
+by a failed load or a preemption saves again what it computes again. A load that fails on one rank spoils what
+all of them compute, in its step and in those that vLLM has sent off meanwhile: nothing is saved in a step
+while nobody knows whether all loads came, other than by a worker that is the only one and sees for itself.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvclient.errors import KVClientError
+from kvclient.integrations.leases import Leases
 from kvclient.integrations.vllm.adapters import Adapters
 from kvclient.integrations.vllm.events import Events
 from kvclient.integrations.vllm.identity import KEY_BYTES, RequestKeys, of_rank
@@ -27,6 +30,9 @@ log = logging.getLogger("vllm.kvstored")
 THERE = b"\2\3"  # in memory, on disk
 PENDING = 1
 FETCHES = 4  # requests for which other hosts are asked at a time
+MAX_IN_FLIGHT = 64  # steps; vLLM has a few
+LEASE_S = 30.0  # how long what was brought is kept for a request that waits for room
+MAX_BROUGHT = 32_768  # blocks of all requests, of the client's 65,536 pins
 
 
 @dataclass
@@ -43,14 +49,28 @@ class Step(KVConnectorMetadata):
 
     loads: list[Transfer] = field(default_factory=list)
     saves: list[Transfer] = field(default_factory=list)
+    number: int = 0  # to be told of when it has ended; 0: nobody waits for it
+
+
+@dataclass
+class Ended(KVConnectorWorkerMetadata):
+    """Steps whose loads have ended, well or not: vLLM hears of it in the same message which blocks failed."""
+
+    steps: set[int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Ended:
+        assert isinstance(other, Ended)
+        return Ended(self.steps | other.steps)
 
 
 @dataclass
 class _Running:
     keys: RequestKeys
     block_ids: list[int] = field(default_factory=list)
+    saved: int = 0  # leading blocks that need no saving
     waited_until: float | None = None
-    fetch: Future[list[Any]] | None = None  # brings blocks from disk and from other hosts
+    fetch: Future[None] | None = None  # brings blocks from disk and from other hosts
+    wanted: list[bytes] = field(default_factory=list)  # of it, for every rank
     fetched: bool = False  # and gave them back: once a request
 
     def transfer(self, start: int, stop: int) -> Transfer:
@@ -65,16 +85,21 @@ class Scheduling:
     def __init__(
         self, client: Any, identity: bytes, block_tokens: int, hash_tokens: int, ranks: int,
         wait_pending_s: float, fetch_wait_s: float, loads: bool, saves: bool, events: bool = False,
+        in_flight: bool = False,
     ) -> None:  # fmt: skip
+        """in_flight: vLLM sends a step off before it knows how the one before ended."""
         self._client, self._identity, self._ranks = client, identity, ranks
         self._block_tokens, self._hashes_per_block = block_tokens, block_tokens // hash_tokens
         self._wait_pending_s, self._loads, self._saves = wait_pending_s, loads, saves
         self._fetch_wait_s = fetch_wait_s
         self._pool = ThreadPoolExecutor(FETCHES, "kvstored-fetch") if fetch_wait_s > 0 else None
+        self._brought = Leases(LEASE_S, MAX_BROUGHT)
         self._adapters = Adapters()
         self._events = Events(self._whole, KEY_BYTES, block_tokens) if events else None
         self._running: dict[str, _Running] = {}
         self._promised: dict[str, tuple[int, int]] = {}  # request -> first block to load, and how many
+        self._in_flight, self._steps, self._unsure = in_flight, 0, set[int]()  # steps with loads, not ended
+        self._holds_back = False
 
     def _of(self, request: Any) -> _Running:
         if (known := self._running.get(request.request_id)) is None:
@@ -95,7 +120,8 @@ class Scheduling:
         there, pending = self._present(keys)
         if there < len(keys) // KEY_BYTES and not pending and self._pool is not None:
             if running.fetch is None and not running.fetched:
-                running.fetch = self._pool.submit(self._bring, keys[there * KEY_BYTES :])
+                running.wanted = self._of_all_ranks(keys[there * KEY_BYTES :])
+                running.fetch = self._pool.submit(self._bring, running.wanted)
             if running.fetch is not None:
                 if not running.fetch.done():
                     return None
@@ -119,22 +145,22 @@ class Scheduling:
                 count = leading
         return count, pending
 
-    def _bring(self, keys: bytes) -> list[Any]:
+    def _of_all_ranks(self, keys: bytes) -> list[bytes]:
+        parts = b"".join(of_rank(keys, rank, self._ranks) for rank in range(self._ranks))
+        return [parts[at : at + KEY_BYTES] for at in range(0, len(parts), KEY_BYTES)]
+
+    def _bring(self, names: list[bytes]) -> None:
         """On a thread of its own: has what lies elsewhere brought into this host's memory, and pins it."""
-        held, until = [], time.monotonic() + self._fetch_wait_s
         try:
-            for rank in range(self._ranks):
-                names = of_rank(keys, rank, self._ranks)
-                held.append(self._client.get(names, wait_s=max(0.0, until - time.monotonic())))
+            self._brought.hold(names, self._client.get(names, wait_s=self._fetch_wait_s))
         except KVClientError as error:
             log.warning("kvstored: blocks of other hosts could not be asked for: %s", error)
-        return held
 
-    @staticmethod
-    def _let_go(running: _Running) -> None:
+    def _let_go(self, running: _Running) -> None:
         if running.fetch is not None:
-            running.fetch.add_done_callback(lambda fetch: [held.release() for held in fetch.result()])
-            running.fetch, running.fetched = None, True
+            names = running.wanted
+            running.fetch.add_done_callback(lambda _: self._brought.used(names))
+            running.fetch, running.wanted, running.fetched = None, [], True
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """vLLM has made room; may be told twice."""
@@ -145,6 +171,9 @@ class Scheduling:
     def step(self, output: Any) -> Step:
         """Of vLLM's SchedulerOutput, which is left as it is."""
         step = Step()
+        self._steps += 1
+        self._unsure = {number for number in self._unsure if self._steps - number < MAX_IN_FLIGHT}
+        self._holds_back = bool(self._unsure) or (self._ranks > 1 and bool(self._promised))
         for new in output.scheduled_new_reqs:
             running = self._running.get(new.req_id)
             if running is not None:
@@ -163,7 +192,14 @@ class Scheduling:
                 running.block_ids.extend(new_ids[0])
             self._add(step, output, req_id, cached.num_computed_tokens[i], first=resumed)
         self._promised.clear()
+        if step.loads and self._in_flight:
+            step.number = self._steps
+            self._unsure.add(step.number)
         return step
+
+    def ended(self, steps: set[int]) -> None:
+        """vLLM has set back what stood on a load that failed in them."""
+        self._unsure -= steps
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What was stored and removed since the last call."""
@@ -181,15 +217,19 @@ class Scheduling:
             stop = computed_tokens // size  # vLLM counts what is loaded as computed
             loaded = range(stop - promised[1], stop)
             step.loads.append(running.transfer(loaded.start, stop))
-        if not self._saves:
+        if first:
+            running.saved = 0
+        if not self._saves or self._holds_back:
             return
-        start = 0 if first else computed_tokens // size
+        # Not from computed_tokens on: blocks before it may have been held back, or of tokens known only now
+        start = min(running.saved, computed_tokens // size)
         stop = (computed_tokens + output.num_scheduled_tokens[req_id]) // size
         for part in ((start, loaded.start), (loaded.stop, stop)) if loaded else ((start, stop),):
             if (save := running.transfer(*part)).keys:
                 step.saves.append(save)
         if keys := running.keys.between(start, stop):
             count = len(keys) // KEY_BYTES
+            running.saved = start + count
             if self._events is not None:
                 parent = running.keys.hashes(start - 1, start)[0] if start else None
                 self._events.saved(keys, running.keys.hashes(start, start + count), parent)
@@ -206,3 +246,4 @@ class Scheduling:
             self._pool.shutdown(wait=True)
         for running in self._running.values():
             self._let_go(running)
+        self._brought.close()

@@ -139,7 +139,9 @@ class KvstoredTier(SecondaryTierManager):
         )  # fmt: skip
         with self._lock:
             if job.is_promotion and not everything:
-                until = time.monotonic() + FORGET_FAILURE_S
+                now = time.monotonic()
+                until = now + FORGET_FAILURE_S
+                self._failed = {key: at for key, at in self._failed.items() if at > now}
                 self._failed.update(dict.fromkeys(set(job.keys).difference(done), until))
             if not job.is_promotion and done and self._events is not None:
                 self._events.append(OffloadingEvent(done, self.medium, False, self.locality, self.tier_type))

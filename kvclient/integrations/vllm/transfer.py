@@ -19,7 +19,7 @@ from kvclient.blocks.layout import Layout
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
-from kvclient.integrations.vllm.scheduling import Step, Transfer
+from kvclient.integrations.vllm.scheduling import Ended, Step, Transfer
 
 log = logging.getLogger("vllm.kvstored")
 MISSING = 0
@@ -52,6 +52,8 @@ class Worker:
         self._loaded_layers: set[int] = set()
         self._saved_layers: set[int] = set()
         self.failed_blocks: set[int] = set()
+        self._spoilt = False  # a load of this step failed, though vLLM may have heard of it before its end
+        self._number, self._ended = 0, set[int]()
 
     # ---------------------------------------------------------------- the engine's tensors
 
@@ -114,9 +116,10 @@ class Worker:
     def begin(self, step: Step) -> None:
         """Pins what is loaded, claims what is saved."""
         self._end()
+        self._spoilt, self._number = bool(self.failed_blocks), step.number
         for load in step.loads:
             self._pin(load)
-        if self.failed_blocks:
+        if self._spoilt:
             return  # what this step computes may stand on what is not there
         if step.saves:
             self._claim(step.saves)
@@ -127,7 +130,7 @@ class Worker:
             blocks = self._client.get(keys, wait_s=self._load_wait_s, verify=self._verify_first)
         except KVClientError as error:
             self._health.failed("a load", error)
-            self.failed_blocks.update(load.block_ids)
+            self._fail(*load.block_ids)
             return
         present = []
         for i, number in enumerate(load.block_ids):
@@ -139,7 +142,7 @@ class Worker:
             if found:
                 present.append((i, number))
             else:
-                self.failed_blocks.add(number)
+                self._fail(number)
         self._loading.append((blocks, present, keys))
 
     def _claim(self, saves: list[Transfer]) -> None:
@@ -168,21 +171,33 @@ class Worker:
         if layer is None or layer in self._loaded_layers:
             return
         self._loaded_layers.add(layer)
-        rows = self._rows[layer]
         for blocks, present, keys in self._loading:
-            if rows.memory is not None:
-                indices, numbers = zip(*present, strict=True) if present else ((), ())
-                places = [n * rows.stride for n in numbers]
-                compare = not self._verify_first
-                for wrong in blocks.copy_layer(layer, rows.memory, indices, places, verify=compare):
-                    self._is_wrong(*present[wrong], keys)
-                continue
-            for i, number in present:
-                target = rows.tensor[number]
-                target.copy_(blocks[i].tensor(layer).reshape(-1).view(target.dtype).view(target.shape))
+            try:
+                self._copy_out(self._rows[layer], layer, blocks, present, keys)
+            except KVClientError as error:  # asked back by the daemon, or blocks of another kind
+                self._health.failed("a load", error)
+                self._fail(*(number for _, number in present))
+
+    def _copy_out(
+        self, rows: _Rows, layer: int, blocks: Any, present: list[tuple[int, int]], keys: bytes
+    ) -> None:
+        if rows.memory is not None:
+            indices, numbers = zip(*present, strict=True) if present else ((), ())
+            places = [n * rows.stride for n in numbers]
+            compare = not self._verify_first
+            for wrong in blocks.copy_layer(layer, rows.memory, indices, places, verify=compare):
+                self._is_wrong(*present[wrong], keys)
+            return
+        for i, number in present:
+            target = rows.tensor[number]
+            target.copy_(blocks[i].tensor(layer).reshape(-1).view(target.dtype).view(target.shape))
+
+    def _fail(self, *numbers: int) -> None:
+        self.failed_blocks.update(numbers)
+        self._spoilt = True
 
     def _is_wrong(self, index: int, number: int, keys: bytes) -> None:
-        self.failed_blocks.add(number)
+        self._fail(number)
         self._suspects.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
 
     def save_layer(self, name: str) -> None:
@@ -210,7 +225,7 @@ class Worker:
                 self.save_layer(name)
         if self._suspects:
             self._report_suspects()
-        if not self.failed_blocks:
+        if not self._spoilt:
             for writer, _ in self._writers:
                 try:
                     writer.seal()
@@ -218,6 +233,8 @@ class Worker:
                     self._health.failed("a seal", error)
             self._writers.clear()
         self._end()
+        if self._number:
+            self._ended.add(self._number)
         self._health.look()
 
     def _report_suspects(self) -> None:
@@ -245,6 +262,13 @@ class Worker:
         """The ids of vLLM's blocks whose load failed since the last call."""
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed
+
+    def take_ended(self) -> Ended | None:
+        """The numbered steps that ended since the last call; None: none did."""
+        if not self._ended:
+            return None
+        ended, self._ended = self._ended, set()
+        return Ended(ended)
 
 
 class _Rows:

@@ -43,6 +43,11 @@ def test_keys_events_and_the_gauge(daemon, tiny_model, tmp_path):
     run_scene(kvstored, [scene, str(kvstored.dir), tiny_model(0), str(tmp_path)], 600.0)
 
 
+def test_what_stands_on_a_failed_load_is_not_saved(daemon):
+    kvstored = daemon()
+    run_scene(kvstored, ["tests.engines.vllm.vllm_steps_scene", str(kvstored.dir)], 600.0)
+
+
 @pytest.mark.parametrize("way", ["connector", "spec"])
 def test_a_router_hears_of_hashes_and_no_more(daemon, tiny_model, tmp_path, way):
     kvstored = daemon()

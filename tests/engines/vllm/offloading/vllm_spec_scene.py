@@ -10,13 +10,10 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
-from huggingface_hub import snapshot_download
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -126,10 +123,10 @@ class Configuration:
         return {}
 
 
-def engine(revision, load_format="auto", hashes="sha256"):
+def engine(revision, load_format="auto", hashes="sha256", cache=None):
     """What of a VllmConfig counts, of a repository's model."""
     return SimpleNamespace(
-        lora_config=None, load_config=SimpleNamespace(load_format=load_format),
+        lora_config=None, load_config=SimpleNamespace(load_format=load_format, download_dir=cache),
         model_config=SimpleNamespace(
             model="some/model", revision=revision, hf_config=Configuration(), dtype="float32",
             quantization=None,
@@ -149,11 +146,10 @@ def an_engines_weights_are_those_of_its_revision():
             (of / "snapshots" / (40 * digit) / "model.safetensors").write_bytes(digit.encode())
         config = replace(CONFIG, model=OffloadingModelConfig("some/model", "float32"))
         options = {"weights_digest": "", "model_version": ""}
-        with patch("huggingface_hub.snapshot_download", partial(snapshot_download, cache_dir=cache)):
-            main, also, other = (
-                OffloadNames(config, engine(revision), options, "rows").identity
-                for revision in (None, "main", "other")
-            )
+        main, also, other = (
+            OffloadNames(config, engine(revision, cache=cache), options, "rows").identity
+            for revision in (None, "main", "other")
+        )
     assert main == also != other
     dummy, told = engine(None, "dummy"), {**options, "weights_digest": "w"}
     refused(config, dummy, options, "weights_digest", "dummy")
@@ -188,6 +184,8 @@ def what_has_gone_is_told_and_missed():
     offloading.complete_store(KEYS, CONTEXT)
     (stored,) = offloading.take_events()
     assert list(stored.keys) == KEYS and not stored.removed
+    nothing = [make_offload_key(bytes([255]) * 32, 0)]  # its store failed, which is no failure to vLLM
+    offloading.complete_store(nothing, CONTEXT)
     assert not list(offloading.take_events())
     client.delete(whole[4:])  # as an eviction
     (removed,) = offloading.take_events()

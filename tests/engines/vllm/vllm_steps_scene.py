@@ -1,0 +1,279 @@
+"""The connector's two halves step by step, as vLLM calls them, with its own requests and hashes and without
+an engine: several ranks, steps that are sent off before the one before has ended, tokens that are known late.
+Run with the engines' Python.
+
+    python -m tests.engines.vllm.vllm_steps_scene DIRECTORY
+
+Asserts for itself. A rank "computes" a block by filling it with what that rank's block must hold.
+"""
+
+import itertools
+import os
+import sys
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
+
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+import kvclient
+from kvclient.integrations.vllm import scheduling
+from kvclient.integrations.vllm.connector import KvstoredConnector
+from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
+from kvclient.integrations.vllm.scheduling import MAX_IN_FLIGHT, Scheduling
+from kvclient.integrations.vllm.transfer import Worker
+
+TOKENS, BLOCKS = 32, 6
+PROMPT = [(7 * i + 3) % 500 for i in range(TOKENS * BLOCKS + 8)]
+GARBAGE = -1.0
+NUMBERS = itertools.count()
+init_none_hash(sha256)
+HASHER = get_request_block_hasher(TOKENS, sha256)
+client = kvclient.connect(sys.argv[1], on_error="miss", timeout_s=5.0)
+
+
+def request(prompt):
+    return Request(
+        request_id=str(next(NUMBERS)), prompt_token_ids=prompt, sampling_params=SamplingParams(max_tokens=9),
+        pooling_params=None, block_hasher=HASHER,
+    )  # fmt: skip
+
+
+class Rank:
+    """A worker with the tensors of its rank."""
+
+    def __init__(self, rank, ranks):
+        self.rank = rank
+        self.tensors = {f"layer.{i}": torch.zeros(2 * BLOCKS, 1, TOKENS, 4) for i in range(2)}
+        self.worker = Worker(client, rank, ranks, list(self.tensors), TOKENS, 1.0)
+        self.worker.register(self.tensors)
+
+    def run(self, step, computed, garbage=False):
+        """A step that computes those blocks. What vLLM hears of it: failed blocks, and the other word."""
+        self.worker.begin(step)
+        for layer, (name, tensor) in enumerate(self.tensors.items()):
+            self.worker.load_layer(name)
+            for block in computed:
+                tensor[block] = GARBAGE if garbage else 100 * self.rank + 10 * layer + block + 1
+            self.worker.save_layer(name)
+        self.worker.finish()
+        return self.worker.take_failed(), self.worker.take_ended()
+
+    def is_right(self, blocks):
+        return all(
+            bool((tensor[block] == 100 * self.rank + 10 * layer + block + 1).all())
+            for layer, tensor in enumerate(self.tensors.values())
+            for block in blocks
+        )
+
+
+class Engine:
+    """The scheduler's half; a request has its blocks in order, 0 first."""
+
+    def __init__(self, identity, ranks=1, in_flight=False):
+        self.half = Scheduling(
+            client, identity, TOKENS, TOKENS, ranks, 0.0, 0.0, loads=True, saves=True, in_flight=in_flight
+        )
+
+    def new(self, asked, tokens):
+        """Its first step: as many tokens behind what is found."""
+        found = self.half.matched(asked, 0)
+        self.half.allocated(asked, found)
+        new = SimpleNamespace(
+            req_id=asked.request_id, block_ids=[list(range(BLOCKS + 1))], num_computed_tokens=found
+        )
+        return found, self._step([new], [], tokens)
+
+    def next(self, asked, computed, tokens):
+        return self._step([], [(asked.request_id, computed)], tokens)
+
+    def _step(self, new, cached, tokens):
+        names = [entry.req_id for entry in new] + [name for name, _ in cached]
+        return self.half.step(SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[name for name, _ in cached], resumed_req_ids=set(),
+                new_block_ids=[None] * len(cached), num_computed_tokens=[at for _, at in cached],
+            ),
+            num_scheduled_tokens=dict.fromkeys(names, tokens),
+        ))  # fmt: skip
+
+    def keys(self, asked):
+        return self.half._running[asked.request_id].keys.between(0, BLOCKS)
+
+    def hear(self, ended):
+        """As vLLM tells the connector."""
+        output = KVConnectorOutput(kv_connector_worker_meta=ended)
+        KvstoredConnector.update_connector_output(SimpleNamespace(_scheduler=self.half), output)
+
+
+def saved(step):
+    return sorted(block for transfer in step.saves for block in transfer.block_ids)
+
+
+def states(keys, rank=0, ranks=1):
+    return client.lookup(of_rank(keys, rank, ranks)).states
+
+
+def a_load_that_fails_on_one_rank_spoils_what_the_others_compute():
+    identity, ranks = os.urandom(32), [Rank(0, 2), Rank(1, 2)]
+    first = Engine(identity, ranks=2)
+    _, step = first.new(request(PROMPT[: 3 * TOKENS + 8]), 3 * TOKENS + 8)
+    assert saved(step) == [0, 1, 2], "a step without loads saves at once"
+    assert [rank.run(step, [0, 1, 2]) for rank in ranks] == [(set(), None)] * 2
+    second, asked = Engine(identity, ranks=2), request(PROMPT)
+    found, step = second.new(asked, 3 * TOKENS + 8)
+    assert found == 3 * TOKENS
+    keys = second.keys(asked)
+    assert client.delete([of_rank(keys, 0, 2)[KEY_BYTES : 2 * KEY_BYTES]]) == 1
+    failed = [rank.run(step, [3, 4, 5], garbage=True)[0] for rank in ranks]
+    assert failed == [{1}, set()]
+    assert states(keys, 1, 2)[3:] == b"\0\0\0", "rank 1 computed it from what rank 0 did not have"
+    step = second.next(asked, TOKENS, 5 * TOKENS + 8)  # vLLM sets it back to the first block that failed
+    for rank in ranks:
+        rank.run(step, [1, 2, 3, 4, 5])
+    assert [states(keys, rank, 2) for rank in (0, 1)] == [b"\2" * BLOCKS] * 2
+    third, asked = Engine(identity, ranks=2), request(PROMPT)
+    found, step = third.new(asked, 8)
+    assert found == BLOCKS * TOKENS
+    for rank in ranks:
+        for tensor in rank.tensors.values():
+            tensor.zero_()
+        rank.run(step, [])
+        assert rank.is_right(range(BLOCKS))
+
+
+def a_step_with_loads_on_two_ranks_is_saved_by_the_next():
+    identity, ranks = os.urandom(32), [Rank(0, 2), Rank(1, 2)]
+    _, step = Engine(identity, ranks=2).new(request(PROMPT[: TOKENS + 8]), TOKENS + 8)
+    for rank in ranks:
+        rank.run(step, [0])
+    engine, asked = Engine(identity, ranks=2), request(PROMPT)
+    found, step = engine.new(asked, 2 * TOKENS)
+    assert (found, saved(step)) == (TOKENS, [])
+    for rank in ranks:
+        rank.run(step, [1, 2])
+    assert saved(engine.next(asked, 3 * TOKENS, TOKENS)) == [0, 1, 2, 3]
+    assert saved(engine.next(asked, 4 * TOKENS, 2 * TOKENS)) == [4, 5]
+
+
+def a_step_sent_off_before_a_load_had_failed_saves_nothing():
+    identity, rank = os.urandom(32), Rank(0, 1)
+    _, step = Engine(identity).new(request(PROMPT[: 2 * TOKENS + 8]), 2 * TOKENS + 8)
+    rank.run(step, [0, 1])
+    engine, asked = Engine(identity, in_flight=True), request(PROMPT)
+    found, step = engine.new(asked, TOKENS)
+    assert found == 2 * TOKENS
+    keys = engine.keys(asked)
+    assert client.delete([keys[:KEY_BYTES]]) == 1
+    ahead = engine.next(asked, 3 * TOKENS, TOKENS)
+    failed, ended = rank.run(step, [2], garbage=True)
+    assert failed == {0}
+    assert rank.run(ahead, [3], garbage=True)[0] == set()
+    assert states(keys) == b"\0\2\0\0\0\0", "both stand on a block that was not loaded"
+    engine.hear(ended)
+    rank.run(engine.next(asked, 0, 4 * TOKENS), [0, 1, 2, 3])
+    rank.run(engine.next(asked, 4 * TOKENS, 2 * TOKENS + 8), [4, 5])
+    assert states(keys) == b"\2" * BLOCKS
+    again, asked = Engine(identity, in_flight=True), request(PROMPT)
+    found, step = again.new(asked, 8)
+    for tensor in rank.tensors.values():
+        tensor.zero_()
+    rank.run(step, [])
+    assert rank.is_right(range(BLOCKS))
+    asked = request(PROMPT[: 2 * TOKENS] + [1] * 2 * TOKENS)
+    assert again.new(asked, TOKENS)[0] == 2 * TOKENS
+    steps = [saved(again.next(asked, 3 * TOKENS, TOKENS)) for _ in range(MAX_IN_FLIGHT + 1)]
+    assert steps[0] == [] and [3] in steps, "an end that is never told holds nothing back for ever"
+
+
+def tokens_that_are_known_late_are_saved_late():
+    """vLLM computes a token in a step that it made before it knew which."""
+    engine, asked = Engine(os.urandom(32), in_flight=True), request(PROMPT[: TOKENS - 2])
+    _, step = engine.new(asked, TOKENS - 2)
+    assert saved(step) == saved(engine.next(asked, TOKENS - 2, 1)) == []
+    asked.append_output_token_ids(5)
+    assert saved(engine.next(asked, TOKENS - 1, 1)) == [], "the block's last token is not known yet"
+    asked.append_output_token_ids(6)
+    assert saved(engine.next(asked, TOKENS, 1)) == [0]
+    assert saved(engine.next(asked, TOKENS + 1, 1)) == []
+
+
+def what_the_daemon_asks_back_during_a_load_is_computed():
+    """`kvstored revoke`, say: an exception out of a layer would end the engine."""
+    identity, rank = os.urandom(32), Rank(0, 1)
+    _, step = Engine(identity).new(request(PROMPT[: 2 * TOKENS + 8]), 2 * TOKENS + 8)
+    rank.run(step, [0, 1])
+    asked = request(PROMPT)
+    engine = Engine(identity)
+    _, step = engine.new(asked, TOKENS)
+    gone = kvclient.BlockLost("the daemon asked these blocks back")
+    pin = rank.worker._pin
+
+    def pinned_and_asked_back(load):
+        pin(load)
+        blocks, *rest = rank.worker._loading.pop()
+        lost = SimpleNamespace(release=blocks.release, copy_layer=Mock(side_effect=[[], gone, gone]))
+        rank.worker._loading.append((lost, *rest))
+
+    with patch.object(rank.worker, "_pin", pinned_and_asked_back):
+        failed, _ = rank.run(step, [2], garbage=True)
+    assert failed == {0, 1}
+    assert states(engine.keys(asked))[2:3] == b"\0"
+
+
+def what_was_brought_is_not_kept_for_ever():
+    """A request that vLLM has no room for keeps what it was brought for the time of a lease."""
+    identity = os.urandom(32)
+    _, step = Engine(identity).new(request(PROMPT[: 2 * TOKENS + 8]), 2 * TOKENS + 8)
+    Rank(0, 1).run(step, [0, 1])
+    with patch.object(scheduling, "LEASE_S", 0.5):
+        half = Scheduling(client, identity, TOKENS, TOKENS, 1, 0.0, 5.0, loads=True, saves=True)
+    half._present = lambda keys: (0, False)  # as long as they lie on another host
+    asked = [request(PROMPT[: 2 * TOKENS + 8]) for _ in range(2)]
+    pins = client.stats()["pins"]
+    assert [half.matched(waiting, 0) for waiting in asked] == [None, None]
+    until(lambda: half._brought.count == 4)
+    assert client.stats()["pins"] > pins
+    until(lambda: client.stats()["pins"] == pins)
+    assert all(half.matched(waiting, 0) is not None for waiting in asked), "and is not asked for again"
+    half.close()
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def hashes_that_vllm_takes_back_name_nothing():
+    """As its scheduler does when a request gets more input: the token sampled last goes, and its hash."""
+    engine, asked = Engine(os.urandom(32)), request(PROMPT[: 3 * TOKENS])
+    engine.new(asked, 3 * TOKENS)
+    before = engine.keys(asked)
+    del asked._all_token_ids[3 * TOKENS - 1 :]
+    del asked.block_hashes[2:]
+    assert engine.keys(asked) == before[: 2 * KEY_BYTES]
+    asked.append_output_token_ids(499)
+    assert engine.keys(asked)[: 2 * KEY_BYTES] == before[: 2 * KEY_BYTES]
+    fresh = request([*PROMPT[: 3 * TOKENS - 1], 499])
+    engine.new(fresh, 3 * TOKENS)
+    assert engine.keys(asked) == engine.keys(fresh) != before
+
+
+for scene in (
+    hashes_that_vllm_takes_back_name_nothing,
+    what_the_daemon_asks_back_during_a_load_is_computed,
+    what_was_brought_is_not_kept_for_ever,
+    a_load_that_fails_on_one_rank_spoils_what_the_others_compute,
+    a_step_with_loads_on_two_ranks_is_saved_by_the_next,
+    a_step_sent_off_before_a_load_had_failed_saves_nothing,
+    tokens_that_are_known_late_are_saved_late,
+):
+    scene()
+print("PASSED", flush=True)
