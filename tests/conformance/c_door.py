@@ -291,9 +291,7 @@ class Writer:
 class CClient:
     """One kvs_client."""
 
-    def __init__(
-        self, directory: str, namespace: str = "default", max_pins: int = 65536, timeout_s: float = 5.0
-    ) -> None:
+    def __init__(self, directory: str, namespace: str = "default", max_pins: int = 65536, timeout_s=5.0):
         options = Options()
         LIB.kvs_default_options(c.byref(options))
         options.directory, options.namespace_name = directory.encode(), namespace.encode()
