@@ -23,7 +23,7 @@ MAX_PIN_DEADLINE_S = 86_400.0
 def default_directory() -> Path:
     """$KVSTORED_DIR, else the first of /run/kvstored and $XDG_RUNTIME_DIR/kvstored that has a socket."""
     if chosen := os.environ.get("KVSTORED_DIR"):
-        return Path(chosen)
+        return Path(os.path.expanduser(chosen))  # as the daemon reads it
     candidates = [Path("/run/kvstored")]
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         candidates.append(Path(runtime) / "kvstored")

@@ -20,7 +20,7 @@ from kvstored.cli.arguments import Parser, WrongArguments, bounded, key, prefix,
 from kvstored.cli.examples import EXAMPLES
 from kvstored.config import fields
 from kvstored.config.config import Config
-from kvstored.config.sources import default_dir
+from kvstored.config.sources import running_dir
 from kvstored.errors import ConfigError, Exit, StartupError
 
 
@@ -104,7 +104,10 @@ def _add_operator_commands(commands: Any) -> None:
     def add(name: str, text: str, namespace: bool = False) -> argparse.ArgumentParser:
         command = _command(commands, name, text)
         command.add_argument(
-            "--dir", metavar="DIR", help="the daemon's runtime directory (default as for serve)"
+            "--dir",
+            metavar="DIR",
+            help="the daemon's runtime directory; default: $KVSTORED_DIR, else where one runs of "
+            "/run/kvstored and $XDG_RUNTIME_DIR/kvstored, else as for serve",
         )
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument(
@@ -260,7 +263,7 @@ def _run(arguments: argparse.Namespace, started_ns: int) -> int:
         return fsck.run(arguments)
     from kvstored.cli import commands
 
-    return commands.run(arguments, fields.path(arguments.dir or "") or default_dir(os.environ))
+    return commands.run(arguments, fields.path(arguments.dir or "") or running_dir(os.environ))
 
 
 def _drop_output() -> None:

@@ -19,6 +19,7 @@ from kvstored.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVSTORED_"
 NO_FIELDS = {"KVSTORED_CONFIG", "KVSTORED_FAULTS"}  # ours all the same: the file, and tiers.FAULTS
+SYSTEM_DIR = "/run/kvstored"
 MAX_FILE_BYTES = 1 << 20
 MAX_SHOWN = 80  # characters of a value
 ALIKE = 0.8  # of difflib: MEMROY is MEMORY; METRICS_PORT and Kubernetes' SERVICE_PORT, 0.75, are two names
@@ -57,19 +58,29 @@ class Sourced:
 
 
 def default_dir(environ: Mapping[str, str]) -> str:
-    """The runtime directory when nobody names one."""
+    """The runtime directory of a daemon that nobody names one."""
     if named := _named_path(environ, "KVSTORED_DIR"):
         return named
     # As a system service the directory exists already; root may make it.
-    system = "/run/kvstored"
-    if os.access(system if os.path.isdir(system) else "/run", os.W_OK | os.X_OK):
-        return system
+    if os.access(SYSTEM_DIR if os.path.isdir(SYSTEM_DIR) else "/run", os.W_OK | os.X_OK):
+        return SYSTEM_DIR
     if user := _named_path(environ, "XDG_RUNTIME_DIR"):
         return os.path.join(user, "kvstored")
     raise ConfigError(
         "dir: no runtime directory: /run/kvstored is not for this user, and XDG_RUNTIME_DIR, which a login "
         "session has, is not set: give --dir, for example --dir /tmp/kvstored-$USER, or set KVSTORED_DIR"
     )
+
+
+def running_dir(environ: Mapping[str, str]) -> str:
+    """The runtime directory that a command asks when nobody names one: where clients would find a daemon,
+    also one that this user may not ask, which is said then; else that of the daemon it would start."""
+    if not environ.get("KVSTORED_DIR"):
+        user = _named_path(environ, "XDG_RUNTIME_DIR")
+        for directory in (SYSTEM_DIR, *((os.path.join(user, "kvstored"),) if user else ())):
+            if os.path.exists(os.path.join(directory, "kvstored.sock")):
+                return directory
+    return default_dir(environ)
 
 
 def _named_path(environ: Mapping[str, str], name: str) -> str:

@@ -351,6 +351,9 @@ def test_connect_checks_its_arguments(tmp_path):
 def test_the_directory_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("KVSTORED_DIR", str(tmp_path / "chosen"))
     assert default_directory() == tmp_path / "chosen"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KVSTORED_DIR", "~/chosen")
+    assert default_directory() == tmp_path / "chosen", "the daemon and its commands read it so"
     monkeypatch.delenv("KVSTORED_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "kvstored").mkdir()

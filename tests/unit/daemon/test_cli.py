@@ -17,6 +17,7 @@ import pytest
 from kvstored.cli import answers, render
 from kvstored.cli.completion import script
 from kvstored.cli.main import main, parser
+from kvstored.config import sources
 from kvstored.errors import Exit
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -136,7 +137,6 @@ def test_an_unknown_field_of_the_file_is_told_with_the_nearest(tmp_path, capsys)
 
 
 def test_without_a_directory_a_user_is_told_what_to_give(monkeypatch):
-    from kvstored.config import sources
     from kvstored.errors import ConfigError
 
     monkeypatch.setattr(sources.os, "access", lambda *_: False)
@@ -177,6 +177,24 @@ def test_a_dead_daemons_socket_is_no_daemon(tmp_path, capsys):
     )  # a recycled pid: the lock, not this file, says who runs
     assert main(["status", "--dir", str(tmp_path)]) == Exit.UNREACHABLE
     assert main(["stop", "--dir", str(tmp_path)]) == Exit.UNREACHABLE
+
+
+def test_a_command_asks_the_daemon_that_a_client_would_find(tmp_path, monkeypatch, capsys):
+    """A user's own directory, where nobody runs, is not asked while the host has a daemon."""
+    system, user = tmp_path / "system", tmp_path / "user/kvstored"
+    for directory in (system, user):
+        directory.mkdir(parents=True)
+    monkeypatch.setattr(sources, "SYSTEM_DIR", str(system))
+    monkeypatch.setattr("os.access", lambda *_, **__: False)  # it is another user's
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(user.parent))
+    monkeypatch.delenv("KVSTORED_DIR", raising=False)
+    assert main(["ping"]) == Exit.UNREACHABLE and f"no daemon in {user}" in capsys.readouterr().err
+    for socket in ("kvstored.sock", "grpc.sock"):
+        (system / socket).touch()
+    assert main(["ping"]) == Exit.REFUSED
+    assert f"the daemon in {system} is user {os.geteuid()}'s" in capsys.readouterr().err
+    monkeypatch.setenv("KVSTORED_DIR", str(user))
+    assert main(["ping"]) == Exit.UNREACHABLE and f"no daemon in {user}" in capsys.readouterr().err
 
 
 def test_print_config_shows_values_and_sources(tmp_path):
