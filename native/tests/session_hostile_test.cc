@@ -20,6 +20,15 @@ using namespace kv::test;
 using protocol::Op;
 
 namespace {
+std::atomic<bool> no_eventfd{false};  // another thread takes the last descriptor first
+}
+
+extern "C" int eventfd(unsigned count, int flags) noexcept {
+  if (no_eventfd.load()) return errno = EMFILE, -1;
+  return static_cast<int>(::syscall(SYS_eventfd2, count, flags));
+}
+
+namespace {
 
 // A peer that is no client.
 class Raw {
@@ -243,6 +252,36 @@ TEST(a_daemon_without_descriptors_turns_clients_away_and_goes_on) {
   CHECK(::recv(unconnected.get(), &said, sizeof said, 0) == sizeof said && said.status == status(Code::Unavailable));
   CHECK(::recv(unconnected.get(), &said, sizeof said, 0) <= 0);
   CHECK_EQ(honest->touch(std::vector<Key>{key(1)}), 0u);  // served meanwhile
+  fill.clear();
+  CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+  CHECK(!thrown([&] { daemon.client(); }));
+}
+
+// Fails if the descriptor that is kept for turning clients away is not taken again, once another thread was sooner.
+TEST(a_daemon_that_lost_its_spare_descriptor_takes_another) {
+  Daemon daemon;
+  auto honest = daemon.client();
+  rlimit before;
+  CHECK(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  Fd first(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)), second(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const rlimit low{128, before.rlim_max};
+  CHECK(::setrlimit(RLIMIT_NOFILE, &low) == 0);
+  std::vector<Fd> fill;
+  for (int fd; (fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0;) fill.emplace_back(fd);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::copy(daemon.path.begin(), daemon.path.end(), address.sun_path);
+  const auto turned_away = [&](const Fd& client) {
+    const timeval limit{20, 0};
+    ::setsockopt(client.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    CHECK(::connect(client.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+    protocol::Reply said{};
+    return ::recv(client.get(), &said, sizeof said, 0) == sizeof said && said.status == status(Code::Unavailable);
+  };
+  no_eventfd.store(true);
+  CHECK(turned_away(first));
+  no_eventfd.store(false);
+  CHECK(turned_away(second));
   fill.clear();
   CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
   CHECK(!thrown([&] { daemon.client(); }));

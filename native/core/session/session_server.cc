@@ -1,5 +1,6 @@
 #include "core/session/session_server.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -24,6 +25,7 @@ constexpr int kBacklog = 128;
 
 constexpr int kBatch = 64;
 constexpr int kAcceptsAtOnce = 8;
+constexpr int kNoDescriptorMs = 10;
 
 uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
@@ -150,6 +152,7 @@ void SessionServer::turn_away(Fd socket, Code code, const std::string& text) {
 
 // A few: whoever is turned away knocks again at once, perhaps, and others wait to be served.
 void SessionServer::accept_some() {
+  if (!spare_) spare_ = Fd(::eventfd(0, EFD_CLOEXEC));  // another thread was sooner when it was given up
   for (int accepted = 0; accepted < kAcceptsAtOnce; ++accepted) {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && (errno == EMFILE || errno == ENFILE) && spare_) {  // turned away, or the listener would wake us for ever
@@ -161,7 +164,10 @@ void SessionServer::accept_some() {
       if (!waited) return;
       continue;
     }
-    if (!socket) return;
+    if (!socket) {  // without a spare one: whoever knocks waits, and the listener is not to wake us at once
+      if ((errno == EMFILE || errno == ENFILE) && !spare_) ::poll(nullptr, 0, kNoDescriptorMs);
+      return;
+    }
     auto connection = std::make_unique<Connection>();
     auto who = credentials_of(socket.get());
     if (!who) {  // never taken for anybody: the daemon itself may be the unmapped user
