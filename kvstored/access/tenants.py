@@ -99,13 +99,17 @@ def open_directory(path: str, opening: Openness, made: bool) -> None:
         opening.apply(path, opening.directory_mode)
         return
     try:
-        mode = os.stat(path).st_mode
+        found = os.stat(path)
     except OSError as error:
         raise StartupError(f"{path}: {error.strerror}") from error
-    if opening.socket_mode != 0o600 and not mode & 0o011:
-        log.warning(
-            "runtime_directory_closed", path=path, why="other users are configured and cannot enter it"
-        )
+    if opening.socket_mode == 0o600 or found.st_mode & 0o001:
+        return
+    if opening.group >= 0 and found.st_gid == opening.group and found.st_mode & 0o010:
+        return
+    why = "other users are configured and cannot enter it"
+    if found.st_mode & 0o010:
+        why = f"users are configured beside group {found.st_gid}, which alone may enter it"
+    log.warning("runtime_directory_closed", path=path, why=why)
 
 
 def metrics_token(config: Config) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from kvclient.errors import NotPermitted, Unavailable
 from kvclient.testing.conformance.case import SMALL, new_keys
+from kvstored.access.tenants import Openness, open_directory
 from kvstored.errors import Exit
 from kvstored.v1 import store_pb2
 from tests.conformance.grpc_door import GrpcClient
@@ -221,3 +222,26 @@ def test_a_socket_that_was_removed_does_not_keep_a_reload_from_applying(configur
     assert "socket_left_as_it_is" in configured.log()
     reaches(configured, FIRST, fork, wanted=False)
     reaches(configured, SECOND, fork, wanted=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "group", "opening", "said"),
+    [
+        (0o700, 7, Openness(0o711, 0o666), "other users are configured and cannot enter it"),
+        (0o710, 7, Openness(0o711, 0o666), "users are configured beside group 7, which alone may enter it"),
+        (0o710, 7, Openness(0o710, 0o660, 8), "beside group 7"),
+        (0o710, 7, Openness(0o710, 0o660, 7), None),
+        (0o711, 7, Openness(0o711, 0o666), None),
+        (0o700, 7, Openness(0o700, 0o600), None),
+    ],
+)
+def test_a_directory_that_stays_closed_to_some_is_told(tmp_path, monkeypatch, mode, group, opening, said):
+    """One that an earlier daemon made for one group, say, when a second one is listed now."""
+    logged = []
+    monkeypatch.setattr("kvstored.log.warning", lambda event, **fields: logged.append((event, fields["why"])))
+    os.chown(tmp_path, -1, group)
+    os.chmod(tmp_path, mode)
+    open_directory(str(tmp_path), opening, made=False)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
+    assert [event for event, _ in logged] == (["runtime_directory_closed"] if said else [])
+    assert all(said in why for _, why in logged)
