@@ -10,6 +10,8 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 
+from kvstored import log
+
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
@@ -92,12 +94,13 @@ class MetricsServer:
             return "405 Method Not Allowed", "GET only\n"
         if words[1] == "/metrics" and not self._admitted(head or []):
             return "401 Unauthorized", "the token of metrics_token_file is wanted\n"
-        if words[1] == "/metrics":
-            return "200 OK", await self._metrics()
-        if words[1] == "/healthz":
-            return (
-                ("200 OK", "serving\n")
-                if await self._healthy()
-                else ("503 Service Unavailable", "not serving\n")
-            )
+        try:
+            if words[1] == "/metrics":
+                return "200 OK", await self._metrics()
+            if words[1] == "/healthz":
+                serving = await self._healthy()
+                return ("200 OK", "serving\n") if serving else ("503 Service Unavailable", "not serving\n")
+        except RuntimeError as error:  # the machine has no thread for it; or a bug, which the log then has
+            log.error("scrape_failed", path=words[1], error=f"{type(error).__name__}: {error}")
+            return "500 Internal Server Error", "the daemon's log has why\n"
         return "404 Not Found", "/metrics and /healthz only\n"

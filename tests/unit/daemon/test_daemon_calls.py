@@ -16,6 +16,7 @@ from kvstored.rpc.calls import CallCounts, Threads, answered, streamed
 from kvstored.rpc.leases import Leases
 from kvstored.rpc.store import DISK, MISSING, PENDING, RESIDENT, StoreService
 from kvstored.server import Daemon
+from kvstored.telemetry.metrics_server import MetricsServer
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -174,3 +175,25 @@ def test_a_scrape_asks_all_namespaces_at_one_time():
         return await Daemon._all_figures(daemon)
 
     assert asyncio.run(scenario()) == {name: {"blocks": int(name[1:])} for name in names}
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz"])
+def test_a_scrape_that_fails_is_answered_and_logged(monkeypatch, path):
+    logged = []
+    monkeypatch.setattr("kvstored.log.error", lambda event, **fields: logged.append((event, fields)))
+
+    async def refused():
+        raise RuntimeError("can't start new thread")
+
+    async def scenario():
+        server = MetricsServer(refused, refused)
+        reader, writer = await asyncio.open_connection("127.0.0.1", await server.start(0))
+        writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+        answer = await reader.read(-1)
+        writer.close()
+        server.close()
+        return answer
+
+    assert asyncio.run(scenario()).startswith(b"HTTP/1.1 500 ")
+    error = "RuntimeError: can't start new thread"
+    assert logged == [("scrape_failed", {"path": path, "error": error})]
