@@ -23,6 +23,11 @@ from kvstored.config.config import Config
 from kvstored.config.sources import running_dir
 from kvstored.errors import ConfigError, Exit, StartupError
 
+DIR_HELP = (
+    "the daemon's runtime directory; default: $KVSTORED_DIR, else where one runs of /run/kvstored and "
+    "$XDG_RUNTIME_DIR/kvstored, else as for serve"
+)
+
 
 def parser() -> argparse.ArgumentParser:
     top = Parser(
@@ -103,12 +108,7 @@ def _metavar(about: dataclasses.Field[Any]) -> str:
 def _add_operator_commands(commands: Any) -> None:
     def add(name: str, text: str, namespace: bool = False) -> argparse.ArgumentParser:
         command = _command(commands, name, text)
-        command.add_argument(
-            "--dir",
-            metavar="DIR",
-            help="the daemon's runtime directory; default: $KVSTORED_DIR, else where one runs of "
-            "/run/kvstored and $XDG_RUNTIME_DIR/kvstored, else as for serve",
-        )
+        command.add_argument("--dir", metavar="DIR", help=DIR_HELP)
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument(
             "--timeout-s",
