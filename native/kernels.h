@@ -196,6 +196,13 @@ struct kvk_pages {
 #define KVK_AWQ_ROWS 64u     /* of x, at most, in kvk_awq_multiply() */
 #define KVK_CPU_AWQ_ROWS 48u /* the same, of the CPU */
 
+/* How a layer's words lie for the CPU. Panels: tiles of KVK_AWQ_TILE_INPUTS inputs by KVK_AWQ_PANEL_WORDS words, those of the
+ * first inputs first; in a tile the words of an input lie one behind the other, and so do the inputs. The last tiles of either
+ * side are smaller, so that both orders have the same size. A word is the same in both. */
+enum kvk_awq_order { KVK_AWQ_CHECKPOINT = 0, KVK_AWQ_PANELS = 1 };
+#define KVK_AWQ_TILE_INPUTS 128u
+#define KVK_AWQ_PANEL_WORDS 16u
+
 /* A linear layer's weights of an AWQ "gemm" checkpoint: w[k][n] = (q - z) * s, four bits, groups along k. `words` as they are
  * in the checkpoint, or as kvk_awq_repack() has put them; both take the same bytes. */
 struct kvk_awq {
@@ -214,8 +221,10 @@ struct kvk_awq {
   void* stream;
   uint32_t threads; /* CPU: at most so many work on it */
   uint32_t columns; /* CPU, dequantise: so many, from where words, zeros and scales point to: multiples of 8 */
+  uint32_t order;   /* CPU: a kvk_awq_order; of panels the group divides KVK_AWQ_TILE_INPUTS */
+  uint32_t first;   /* CPU, dequantise, panels: the first column, a multiple of 8; `words` then points to the whole layer's */
 };
-/* On the CPU the words are always the checkpoint's; outputs a multiple of 8, any group that divides inputs; zeros may be NULL:
+/* On the CPU words are never repacked; outputs a multiple of 8, any group that divides inputs; zeros may be NULL:
  * all of them are 8. kvk_awq_multiply(): x, bias and out in f32, up to KVK_CPU_AWQ_ROWS rows; dtype KVK_BF16 instead of KVK_F32
  * says that x holds values of bf16, of which a path may keep 14 bits below the largest of 128. kvk_awq_dequantise(): to
  * [inputs][columns] of f32, f16 or bf16, a row every out_row_stride bytes; `outputs` is still the whole layer's, as its rows of

@@ -16,18 +16,22 @@ from kvclient.kernels import contract
 
 ELEMENTS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
 ROWS = 48  # of x in a call; native/kernels.h has it as KVK_CPU_AWQ_ROWS
+CHECKPOINT, PANELS = 0, 1  # how words lie: native/kernels.h has it as kvk_awq_order
+PANELS_INPUTS, PANELS_WORDS = 128, 16  # of a tile; the group divides the inputs
 
 
 def multiply(
     x: np.ndarray, words: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray,
     bias: np.ndarray | None, group: int, threads: int = 1, path: str = "auto", bf16: bool = False,
+    panels: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """x float32 [rows, inputs] times a checkpoint's words: float32 [rows, outputs].
 
     words: int32 [inputs, outputs / 8]; zeros: int32 [inputs / group, outputs / 8], None: all are 8; scales:
     float16 [inputs / group, outputs]; bias: float32 [outputs]. bf16: x holds values of that type, and what
     is computed need not be nearer than it: an element is off by up to 2^-14 of the largest of its 128, else
-    2^-22, where integers are multiplied. Raises InvalidArgument for anything else.
+    2^-22, where integers are multiplied. panels: the words lie in that order (hf/awq/packing.py), the bits
+    are the same. Raises InvalidArgument for anything else.
     """
     inputs, outputs = _check_layer(words, zeros, scales, group)
     if bias is not None:
@@ -35,13 +39,14 @@ def multiply(
     _check("x", x, "float32", (len(x), inputs))
     out = np.empty((len(x), outputs), np.float32)
     lie = [None if array is None else array.ctypes.data for array in (words, zeros, scales, bias)]
-    multiply_at(x.ctypes.data, out.ctypes.data, len(x), (inputs, outputs, group), lie, threads, path, bf16)
+    shape = inputs, outputs, group
+    multiply_at(x.ctypes.data, out.ctypes.data, len(x), shape, lie, threads, path, bf16, panels)
     return out
 
 
 def multiply_at(
     x: int, out: int, count: int, shape: tuple[int, int, int], lie: Sequence[int | None], threads: int,
-    path: str = "auto", bf16: bool = False,
+    path: str = "auto", bf16: bool = False, panels: bool = False,
 ) -> None:  # fmt: skip
     """multiply() of operands that whoever calls has looked at, by their addresses: count rows of x and out,
     the layer's inputs, outputs and group, and where its words, zeros, scales and bias lie.
@@ -54,14 +59,14 @@ def multiply_at(
         args = contract.Awq(
             sizeof(contract.Awq), contract.ABI, *shape, kind, number, min(most, count - start), words, zeros,
             scales, x + 4 * start * inputs, bias, out + 4 * start * outputs, 4 * inputs, 4 * outputs, None,
-            threads,
+            threads, 0, int(panels),
         )  # fmt: skip
         contract.check(contract.cpu().kvk_awq_multiply(byref(args)))
 
 
 def dequantise(
     out: np.ndarray, start: int, words: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray, group: int,
-    threads: int = 1, path: str = "auto",
+    threads: int = 1, path: str = "auto", panels: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Columns start.. of a layer, as multiply() takes it, into out [inputs, columns]: float32, float16, or
     bfloat16 as its bits (uint16). Both are multiples of 8. Raises InvalidArgument for anything else.
@@ -76,9 +81,10 @@ def dequantise(
     at = 4 * (start // 8)
     args = contract.Awq(
         sizeof(contract.Awq), contract.ABI, inputs, outputs, group, ELEMENTS[str(out.dtype)],
-        contract.path_number(path), 0, words.ctypes.data + at,
+        contract.path_number(path), 0, words.ctypes.data + (0 if panels else at),
         None if zeros is None else zeros.ctypes.data + at, scales.ctypes.data + 2 * start, None, None,
-        out.ctypes.data, 0, columns * out.itemsize, None, threads, columns,
+        out.ctypes.data, 0, columns * out.itemsize, None, threads, columns, int(panels),
+        start if panels else 0,
     )  # fmt: skip
     contract.check(contract.cpu().kvk_awq_dequantise(byref(args)))
     return out

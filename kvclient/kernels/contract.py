@@ -138,8 +138,7 @@ Awq = _struct(
         *_fields(c_void_p, "words zeros scales x bias out"),
         *_fields(c_int64, "x_row_stride out_row_stride"),
         ("stream", c_void_p),
-        ("threads", c_uint32),
-        ("columns", c_uint32),
+        *_fields(c_uint32, "threads columns order first"),
     ],
 )
 Linear = _struct(

@@ -17,6 +17,9 @@ int check_layer(const kvk_awq* a) {
   if (a->group < 1 || a->inputs % a->group != 0)
     return fail(KVK_INVALID, "group=%u; it must divide inputs=%u", a->group, a->inputs);
   if (a->outputs % 8 != 0) return fail(KVK_INVALID, "outputs=%u; it must be a multiple of 8", a->outputs);
+  if (a->order > KVK_AWQ_PANELS) return fail(KVK_INVALID, "order=%u; there are two", a->order);
+  if (a->order == KVK_AWQ_PANELS && KVK_AWQ_TILE_INPUTS % a->group != 0)
+    return fail(KVK_INVALID, "group=%u; in panels it must divide %u", a->group, KVK_AWQ_TILE_INPUTS);
   return KVK_OK;
 }
 
@@ -36,6 +39,9 @@ int check_tile(const kvk_awq* a) {
   if (!is_element(a->dtype)) return fail(KVK_INVALID, "dtype=%u; elements are f32, f16 or bf16", a->dtype);
   if (a->columns % 8 != 0 || a->columns > a->outputs)
     return fail(KVK_INVALID, "columns=%u; it must be a multiple of 8, at most outputs=%u", a->columns, a->outputs);
+  if (a->first % 8 != 0 || a->first > a->outputs - a->columns || (a->first != 0 && a->order != KVK_AWQ_PANELS))
+    return fail(KVK_INVALID, "first=%u; a multiple of 8, at most outputs=%u less columns=%u, and of panels alone", a->first,
+                a->outputs, a->columns);
   const int64_t least = int64_t{a->columns} * (a->dtype == KVK_F32 ? 4 : 2);
   if (a->out_row_stride < least)
     return fail(KVK_INVALID, "out_row_stride=%lld; %u columns take %lld", static_cast<long long>(a->out_row_stride), a->columns,

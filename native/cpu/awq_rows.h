@@ -117,15 +117,14 @@ struct AwqGroup {
 
 // One group's part of R rows, nibbles B to B + N, then those after them.
 template <uint32_t R, int N, int B>
-inline void awq_part(const kvk_awq& a, const AwqGroup& g, const uint32_t* words, uint32_t count, const float* const* x,
-                     const float* sums, const uint32_t* ahead, AwqSums* total, uint64_t total_stride) {
+inline void awq_part(const kvk_awq& a, const AwqGroup& g, AwqRun run, uint32_t count, const float* const* x, const float* sums,
+                     AwqRun ahead, AwqSums* total, uint64_t total_stride) {
   AwqFloats dot[R][N];
   for (uint32_t r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) dot[r][n] = Vector::zero();
-  const uint64_t stride = a.outputs / 8;
   for (uint32_t k = 0; k < a.group; ++k) {
-    const AwqWords packed = awq_words(words + k * stride, count);
-    if constexpr (B == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + k * stride), _MM_HINT_T1);
+    const AwqWords packed = awq_words(run.words + k * run.stride, count);
+    if constexpr (B == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead.words + k * ahead.stride), _MM_HINT_T1);
     AwqFloats code[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) code[n] = awq_nibble(packed, B + n);
@@ -144,30 +143,35 @@ inline void awq_part(const kvk_awq& a, const AwqGroup& g, const uint32_t* words,
       Vector::store(place, Vector::fma(g.scale[B + n], found, Vector::load(place)));
     }
   }
-  if constexpr (B + N < 8) awq_part<R, N, B + N>(a, g, words, count, x, sums, ahead, total, total_stride);
+  if constexpr (B + N < 8) awq_part<R, N, B + N>(a, g, run, count, x, sums, ahead, total, total_stride);
 }
 
 // The rows of x from their `start` on, for one group and panel, R at a time as long as there are so many.
 template <uint32_t R>
-inline uint32_t awq_some(const kvk_awq& a, const AwqGroup& g, const uint32_t* words, uint32_t count, uint32_t group, uint32_t row,
-                         const float* sums, const uint32_t* ahead, AwqSums* total, uint64_t total_stride) {
+inline uint32_t awq_some(const kvk_awq& a, const AwqGroup& g, AwqRun run, uint32_t count, uint32_t group, uint32_t row,
+                         const float* sums, AwqRun ahead, AwqSums* total, uint64_t total_stride) {
   for (; row + R <= a.rows; row += R) {
     const float* x[R];
     for (uint32_t r = 0; r < R; ++r)
       x[r] = at(static_cast<const float*>(a.x), static_cast<int64_t>(row + r) * a.x_row_stride) + uint64_t{group} * a.group;
-    awq_part<R, 8 / R, 0>(a, g, words, count, x, sums + row, ahead, total + row * total_stride, total_stride);
+    awq_part<R, 8 / R, 0>(a, g, run, count, x, sums + row, ahead, total + row * total_stride, total_stride);
   }
   return row;
 }
 
-// What to fetch into the second cache while the words from `words` on, of `inputs` rows, are computed: some words on in each row;
-// behind the task's last words its first ones, of the inputs that follow. May lie behind the layer: it is only a hint.
+// What to fetch into the second cache while a run of a tile of `inputs` inputs is computed. In the checkpoint's order some words
+// on in each row; behind the task's last words its first ones, of the inputs that follow. Of panels the next one, or the first
+// one of those inputs. May lie behind the layer: it is only a hint.
 constexpr uint32_t kAwqAhead = 32;
 
-inline const uint32_t* awq_ahead(const kvk_awq& a, const uint32_t* words, uint32_t inputs, uint32_t start, uint32_t stop,
-                                 uint32_t word) {
-  if (word + kAwqAhead < stop || stop - start < kAwqAhead) return words + kAwqAhead;
-  return words + uint64_t{inputs} * (a.outputs / 8) + kAwqAhead - (stop - start);
+inline AwqRun awq_ahead(const kvk_awq& a, uint64_t input, uint32_t inputs, uint32_t start, uint32_t stop, uint32_t word) {
+  const AwqRun run = awq_run(a, input, word);
+  if (a.order == KVK_AWQ_PANELS) {
+    if (word + kLane < stop) return awq_run(a, input, word + kLane);
+    return input + inputs < a.inputs ? awq_run(a, input + inputs, start) : run;
+  }
+  if (word + kAwqAhead < stop || stop - start < kAwqAhead) return {run.words + kAwqAhead, run.stride};
+  return {run.words + inputs * run.stride + kAwqAhead - (stop - start), run.stride};
 }
 
 inline float awq_sum(const float* x, uint32_t count) {
@@ -188,11 +192,11 @@ void multiply_awq(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
     for (uint32_t panel = 0; panel < panels; ++panel) {
       const uint32_t word = word_start + panel * kLane, count = word_stop - word < kLane ? word_stop - word : kLane;
       const AwqGroup g(a, group, word, count);
-      const uint32_t* words = a.words + uint64_t{group} * a.group * (a.outputs / 8) + word;
-      const uint32_t* ahead = awq_ahead(a, words, a.group, word_start, word_stop, word);
-      uint32_t row = awq_some<4>(a, g, words, count, group, 0, sums, ahead, total + panel, panels);
-      row = awq_some<2>(a, g, words, count, group, row, sums, ahead, total + panel, panels);
-      awq_some<1>(a, g, words, count, group, row, sums, ahead, total + panel, panels);
+      const AwqRun run = awq_run(a, uint64_t{group} * a.group, word);
+      const AwqRun ahead = awq_ahead(a, uint64_t{group} * a.group, a.group, word_start, word_stop, word);
+      uint32_t row = awq_some<4>(a, g, run, count, group, 0, sums, ahead, total + panel, panels);
+      row = awq_some<2>(a, g, run, count, group, row, sums, ahead, total + panel, panels);
+      awq_some<1>(a, g, run, count, group, row, sums, ahead, total + panel, panels);
     }
   }
   for (uint32_t r = 0; r < a.rows; ++r) {

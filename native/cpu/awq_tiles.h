@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "cpu/awq.h"
 #include "cpu/numbers.h"
 
 namespace kvk {
@@ -43,10 +44,10 @@ void unpack_groups(const kvk_awq& a, uint32_t start, uint32_t stop) {
       const __m256i zero = awq_codes(a.zeros == nullptr ? 0x88888888u : a.zeros[group * stride + word]);
       const __m256 scale =
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a.scales + group * a.outputs + 8 * word)));
-      const uint32_t* words = a.words + group * a.group * stride + word;
+      const AwqRun run = awq_run(a, group * a.group, a.first / 8 + word);
       for (uint64_t k = 0; k < a.group; ++k) {
         void* row = at(static_cast<char*>(a.out), static_cast<int64_t>(group * a.group + k) * a.out_row_stride);
-        const __m256i centred = _mm256_sub_epi32(awq_codes(words[k * stride]), zero);
+        const __m256i centred = _mm256_sub_epi32(awq_codes(run.words[k * run.stride]), zero);
         awq_store<Dtype>(row, 8 * word, _mm256_mul_ps(_mm256_cvtepi32_ps(centred), scale));
       }
     }

@@ -12,26 +12,34 @@
 namespace kvk {
 namespace {
 
-constexpr uint32_t kAwqPart = 128;  // inputs: 240 * 128 of each is exact in fp32
+constexpr uint32_t kAwqPart = 128;  // inputs at most: 240 * 128 of each is exact in fp32
+static_assert(kAwqPart == KVK_AWQ_TILE_INPUTS);
 
-// Rows of one part of the inputs, an element as D bytes, the lowest first.
+// Rows of a tile of the inputs, an element as D bytes, the lowest first; its parts are one behind the other.
 template <uint32_t D>
 struct AwqNumbers {
   alignas(64) int8_t digit[KVK_CPU_AWQ_ROWS][D][kAwqPart];
-  float sum[KVK_CPU_AWQ_ROWS][D];
-  float unit[KVK_CPU_AWQ_ROWS];  // NaN: an element is none, or infinite
+  float sum[kAwqPart / 4][KVK_CPU_AWQ_ROWS][D];
+  float unit[kAwqPart / 4][KVK_CPU_AWQ_ROWS];  // NaN: an element is none, or infinite
 };
 
+// A part of a tile: its number there, its first input there, and how many there are.
+struct AwqSlice {
+  uint32_t part, at, inputs;
+};
+
+inline __mmask16 awq_lanes(uint32_t left) { return left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1); }
+
+// x: the part's first element in this row.
 template <uint32_t D>
-inline void awq_digits(const float* x, uint32_t count, AwqNumbers<D>& out, uint32_t row) {
+inline void awq_digits(const float* x, AwqSlice slice, AwqNumbers<D>& out, uint32_t row) {
   constexpr int kBits = 8 * D - 2;  // without the sign: the highest byte keeps one to spare
+  const uint32_t steps = (slice.inputs + 15) / 16;
   __m512 value[kAwqPart / 16];
   __m512 most = _mm512_setzero_ps();
   __mmask16 endless = 0;
-  for (uint32_t i = 0; i < kAwqPart / 16; ++i) {
-    const uint32_t left = count > 16 * i ? count - 16 * i : 0;
-    const __mmask16 here = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-    value[i] = _mm512_maskz_loadu_ps(here, x + 16 * i);
+  for (uint32_t i = 0; i < steps; ++i) {
+    value[i] = _mm512_maskz_loadu_ps(awq_lanes(slice.inputs - 16 * i), x + 16 * i);
     const __m512 size = _mm512_abs_ps(value[i]);
     endless |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(__builtin_inff()), _CMP_NLT_UQ);
     most = _mm512_max_ps(most, size);
@@ -40,18 +48,19 @@ inline void awq_digits(const float* x, uint32_t count, AwqNumbers<D>& out, uint3
   // Powers of two, so that neither multiplication rounds; smaller numbers than 2^-100 are far below any sum.
   const int exponent = (top < 27 ? 27 : static_cast<int>(top)) - 127 + 1 - kBits;
   const __m512 many = _mm512_set1_ps(__builtin_bit_cast(float, static_cast<uint32_t>(127 - exponent) << 23));
-  out.unit[row] = endless ? __builtin_nanf("") : __builtin_bit_cast(float, static_cast<uint32_t>(127 + exponent) << 23);
+  out.unit[slice.part][row] =
+      endless ? __builtin_nanf("") : __builtin_bit_cast(float, static_cast<uint32_t>(127 + exponent) << 23);
   __m512i sums[D] = {};
-  for (uint32_t i = 0; i < kAwqPart / 16; ++i) {
+  for (uint32_t i = 0; i < steps; ++i) {
     __m512i whole = endless ? _mm512_setzero_si512() : _mm512_cvtps_epi32(_mm512_mul_ps(value[i], many));
     for (uint32_t d = 0; d < D; ++d) {
       const __m512i next = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
       sums[d] = _mm512_add_epi32(sums[d], _mm512_sub_epi32(whole, _mm512_slli_epi32(next, 8)));
-      _mm_store_si128(reinterpret_cast<__m128i*>(out.digit[row][d] + 16 * i), _mm512_cvtepi32_epi8(whole));
+      _mm_mask_storeu_epi8(out.digit[row][d] + slice.at + 16 * i, awq_lanes(slice.inputs - 16 * i), _mm512_cvtepi32_epi8(whole));
       whole = next;
     }
   }
-  for (uint32_t d = 0; d < D; ++d) out.sum[row][d] = static_cast<float>(_mm512_reduce_add_epi32(sums[d]));
+  for (uint32_t d = 0; d < D; ++d) out.sum[slice.part][row][d] = static_cast<float>(_mm512_reduce_add_epi32(sums[d]));
 }
 
 // The scales and zeros of sixteen words in the order in which awq_bytes() has their columns: [2 * word % 4 + upper nibble].
@@ -107,10 +116,13 @@ inline __m512i awq_bytes(uint32_t i, __m512i a, __m512i b, __m512i c, __m512i d)
 template <uint32_t D, uint32_t R>
 using AwqWhole = __m512i[R][8 / R][D];
 
-// Not inline, and without what becomes of the sums: g++ 12 keeps them in registers only so.
-template <uint32_t D, uint32_t R, uint32_t I>
-[[gnu::noinline]] void awq_sum_codes(const uint32_t* words, const uint32_t* ahead, uint64_t stride, __mmask16 here,
-                                     uint32_t inputs, const int8_t (*digits)[D][kAwqPart], AwqWhole<D, R>& out) {
+// Not inline, and without what becomes of the sums: g++ 12 keeps them in registers only so. digits: of the first row; those of
+// the next ones follow.
+template <uint32_t D, uint32_t R, uint32_t I, bool Ahead>
+[[gnu::noinline]] void awq_sum_codes(AwqRun run, AwqRun ahead, __mmask16 here, uint32_t inputs, const int8_t* digits,
+                                     AwqWhole<D, R>& out) {
+  const uint32_t *words = run.words, *next = ahead.words;
+  const uint64_t stride = run.stride;
   const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(static_cast<char>(0xf0));
   AwqWhole<D, R> sum;
 #pragma GCC unroll 4
@@ -119,9 +131,9 @@ template <uint32_t D, uint32_t R, uint32_t I>
     for (uint32_t i = 0; i < 8 / R; ++i)
 #pragma GCC unroll 3
       for (uint32_t d = 0; d < D; ++d) sum[r][i][d] = _mm512_setzero_si512();
-  for (uint32_t k = 0; k < inputs; k += 4, words += 4 * stride, ahead += 4 * stride) {
-    if constexpr (I == 0)
-      for (uint64_t i = 0; i < 4; ++i) _mm_prefetch(reinterpret_cast<const char*>(ahead + i * stride), _MM_HINT_T1);
+  for (uint32_t k = 0; k < inputs; k += 4, words += 4 * stride, next += 4 * ahead.stride) {
+    if constexpr (Ahead)  // each of the passes that R makes asks for its share
+      for (uint64_t i = I; i < I + 4 / R; ++i) _mm_prefetch(reinterpret_cast<const char*>(next + i * ahead.stride), _MM_HINT_T1);
     const __m512i row0 = _mm512_maskz_loadu_epi32(here, words), row1 = _mm512_maskz_loadu_epi32(here, words + stride);
     const __m512i row2 = _mm512_maskz_loadu_epi32(here, words + 2 * stride),
                   row3 = _mm512_maskz_loadu_epi32(here, words + 3 * stride);
@@ -133,8 +145,8 @@ template <uint32_t D, uint32_t R, uint32_t I>
       for (uint32_t r = 0; r < R; ++r)
 #pragma GCC unroll 3
         for (uint32_t d = 0; d < D; ++d) {
-          awq_dot(sum[r][2 * w][d], low, digits[r][d] + k);
-          awq_dot(sum[r][2 * w + 1][d], high, digits[r][d] + k);
+          awq_dot(sum[r][2 * w][d], low, digits + (r * D + d) * kAwqPart + k);
+          awq_dot(sum[r][2 * w + 1][d], high, digits + (r * D + d) * kAwqPart + k);
         }
     }
   }
@@ -148,44 +160,48 @@ template <uint32_t D, uint32_t R, uint32_t I>
 
 // What one part adds to sixteen columns of a row: whole numbers below 2^24, less what the zero points make of it.
 template <uint32_t D>
-inline void awq_add_part(const __m512i (&found)[D], __m512 zero, __m512 column_scale, const AwqNumbers<D>& x, uint32_t row,
-                         float* place) {
+inline void awq_add_part(const __m512i (&found)[D], __m512 zero, __m512 column_scale, const AwqNumbers<D>& x,
+                         uint32_t part_number, uint32_t row, float* place) {
   __m512 part[D];
 #pragma GCC unroll 3
-  for (uint32_t d = 0; d < D; ++d) part[d] = _mm512_fnmadd_ps(zero, _mm512_set1_ps(x.sum[row][d]), _mm512_cvtepi32_ps(found[d]));
+  for (uint32_t d = 0; d < D; ++d)
+    part[d] = _mm512_fnmadd_ps(zero, _mm512_set1_ps(x.sum[part_number][row][d]), _mm512_cvtepi32_ps(found[d]));
   __m512 whole = _mm512_fmadd_ps(part[1], _mm512_set1_ps(256), part[0]);
   if constexpr (D == 3) whole = _mm512_fmadd_ps(part[2], _mm512_set1_ps(65536), whole);
-  const __m512 scale = _mm512_mul_ps(column_scale, _mm512_set1_ps(x.unit[row]));
+  const __m512 scale = _mm512_mul_ps(column_scale, _mm512_set1_ps(x.unit[part_number][row]));
   _mm512_store_ps(place, _mm512_fmadd_ps(scale, whole, _mm512_load_ps(place)));
 }
 
 // One part's share of R rows from `row` on. ahead: what to fetch meanwhile.
 template <uint32_t D, uint32_t R, uint32_t I>
-inline void awq_quarter(const kvk_awq& a, const AwqColumns& columns, const uint32_t* words, const uint32_t* ahead, uint32_t count,
-                        uint32_t inputs, const AwqNumbers<D>& x, uint32_t row, float (*total)[8][kLane], uint64_t total_stride) {
+inline void awq_quarter(const AwqColumns& columns, AwqRun run, AwqRun ahead, uint32_t count, AwqSlice slice,
+                        const AwqNumbers<D>& x, uint32_t row, float (*total)[8][kLane], uint64_t total_stride) {
   AwqWhole<D, R> sum;
-  const __mmask16 here = count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
-  awq_sum_codes<D, R, I>(words, ahead, a.outputs / 8, here, inputs, x.digit + row, sum);
+  const int8_t* digits = x.digit[row][0] + slice.at;
+  if (R > 1 || ahead.words != nullptr)
+    awq_sum_codes<D, R, I, true>(run, ahead, awq_lanes(count), slice.inputs, digits, sum);
+  else
+    awq_sum_codes<D, R, I, false>(run, ahead, awq_lanes(count), slice.inputs, digits, sum);
   for (uint32_t r = 0; r < R; ++r)
     for (uint32_t i = 0; i < 8 / R; ++i) {
       __m512i found[D];
 #pragma GCC unroll 3
       for (uint32_t d = 0; d < D; ++d) found[d] = i % 2 == 0 ? sum[r][i][d] : _mm512_srai_epi32(sum[r][i][d], 4);
       float* place = total[(row + r) * total_stride][2 * I + i];
-      awq_add_part<D>(found, columns.zero[2 * I + i], columns.scale[2 * I + i], x, row + r, place);
+      awq_add_part<D>(found, columns.zero[2 * I + i], columns.scale[2 * I + i], x, slice.part, row + r, place);
     }
 }
 
 template <uint32_t R, uint32_t D>
-inline void awq_panel(const kvk_awq& a, const AwqColumns& columns, const uint32_t* words, const uint32_t* ahead, uint32_t count,
-                      uint32_t inputs, const AwqNumbers<D>& x, uint32_t& row, float (*total)[8][kLane], uint64_t total_stride) {
-  for (; row + R <= a.rows; row += R) {
-    awq_quarter<D, R, 0>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
-    if constexpr (R == 2) awq_quarter<D, R, 2>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
+inline void awq_panel(uint32_t rows, const AwqColumns& columns, AwqRun run, AwqRun ahead, uint32_t count, AwqSlice slice,
+                      const AwqNumbers<D>& x, uint32_t& row, float (*total)[8][kLane], uint64_t total_stride) {
+  for (; row + R <= rows; row += R) {
+    awq_quarter<D, R, 0>(columns, run, ahead, count, slice, x, row, total, total_stride);
+    if constexpr (R == 2) awq_quarter<D, R, 2>(columns, run, ahead, count, slice, x, row, total, total_stride);
     if constexpr (R == 4) {
-      awq_quarter<D, R, 1>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
-      awq_quarter<D, R, 2>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
-      awq_quarter<D, R, 3>(a, columns, words, ahead, count, inputs, x, row, total, total_stride);
+      awq_quarter<D, R, 1>(columns, run, ahead, count, slice, x, row, total, total_stride);
+      awq_quarter<D, R, 2>(columns, run, ahead, count, slice, x, row, total, total_stride);
+      awq_quarter<D, R, 3>(columns, run, ahead, count, slice, x, row, total, total_stride);
     }
   }
 }

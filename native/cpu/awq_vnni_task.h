@@ -4,37 +4,48 @@
 // depends on neither rows, threads nor the cut into tasks. Local to the including file (cpu/numbers.h says why).
 #pragma once
 
-#include "cpu/awq_vnni_many.h"
+#include "cpu/awq_vnni.h"
 
 namespace kvk {
 namespace {
+
+// What one tile of the inputs adds: of each panel of the task part by part, as they lie in its words.
+template <uint32_t D>
+void multiply_tile(const kvk_awq& a, uint32_t start, uint32_t inputs, uint32_t part, uint32_t word_start, uint32_t word_stop,
+                   AwqNumbers<D>& x, float (*total)[8][kLane]) {
+  const uint32_t panels = (word_stop - word_start + kLane - 1) / kLane;
+  for (uint32_t r = 0; r < a.rows; ++r) {
+    const float* row = at(static_cast<const float*>(a.x), static_cast<int64_t>(r) * a.x_row_stride) + start;
+    for (uint32_t i = 0; i * part < inputs; ++i) awq_digits(row + i * part, {i, i * part, part}, x, r);
+  }
+  for (uint32_t panel = 0; panel < panels; ++panel) {
+    const uint32_t word = word_start + panel * kLane, count = word_stop - word < kLane ? word_stop - word : kLane;
+    for (uint32_t i = 0; i * part < inputs; ++i) {
+      const AwqSlice slice{i, i * part, part};
+      const AwqColumns columns(a, (start + slice.at) / a.group, word, count);
+      const AwqRun run = awq_run(a, start + slice.at, word);
+      AwqRun ahead = awq_ahead(a, start + slice.at, inputs, word_start, word_stop, word);
+      if (a.rows == 1 && a.order == KVK_AWQ_PANELS) ahead.words = nullptr;  // read in their order: the processor asks in time
+      uint32_t row = 0;
+      awq_panel<4>(a.rows, columns, run, ahead, count, slice, x, row, total + panel, panels);
+      awq_panel<2>(a.rows, columns, run, ahead, count, slice, x, row, total + panel, panels);
+      awq_panel<1>(a.rows, columns, run, ahead, count, slice, x, row, total + panel, panels);
+    }
+  }
+}
 
 template <uint32_t D>
 void multiply_codes(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
   alignas(64) float total[kAwqTaskSums / (8 * kLane)][8][kLane];
   const uint32_t panels = (word_stop - word_start + kLane - 1) / kLane;
   std::memset(total, 0, a.rows * panels * sizeof total[0]);
-  const uint64_t stride = a.outputs / 8;
   AwqNumbers<D> x;
   for (uint32_t start = 0, inputs; start < a.inputs; start += inputs) {
     const uint32_t left = a.group - start % a.group;  // of the group
-    inputs = left < kAwqPart ? left : kAwqPart;
-    for (uint32_t r = 0; r < a.rows; ++r)
-      awq_digits(at(static_cast<const float*>(a.x), static_cast<int64_t>(r) * a.x_row_stride) + start, inputs, x, r);
-    for (uint32_t panel = 0; panel < panels; ++panel) {
-      const uint32_t word = word_start + panel * kLane, count = word_stop - word < kLane ? word_stop - word : kLane;
-      const AwqColumns columns(a, start / a.group, word, count);
-      const uint32_t* words = a.words + start * stride + word;
-      const uint32_t* ahead = awq_ahead(a, words, inputs, word_start, word_stop, word);
-      if (a.rows >= kAwqMany) {
-        awq_many(a, columns, words, ahead, count, inputs, x, total + panel, panels);
-        continue;
-      }
-      uint32_t row = 0;
-      awq_panel<4>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
-      awq_panel<2>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
-      awq_panel<1>(a, columns, words, ahead, count, inputs, x, row, total + panel, panels);
-    }
+    uint32_t part = left < kAwqPart ? left : kAwqPart;
+    inputs = part;
+    if (kAwqPart % a.group == 0) inputs = a.inputs - start < kAwqPart ? a.inputs - start : kAwqPart;
+    multiply_tile<D>(a, start, inputs, part, word_start, word_stop, x, total);
   }
   for (uint32_t r = 0; r < a.rows; ++r) {
     float* out = at(static_cast<float*>(a.out), static_cast<int64_t>(r) * a.out_row_stride);

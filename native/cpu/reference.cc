@@ -1,5 +1,6 @@
 // The naive path: plain C++ for any CPU, one key after the other, in double. What the fast paths are measured against.
 #include "cpu/attend_result.h"
+#include "cpu/awq.h"
 #include "cpu/codec_rows.h"
 #include "cpu/paths.h"
 
@@ -93,7 +94,7 @@ void multiply_naively(const kvk_awq& a, uint32_t word_start, uint32_t word_stop)
         for (uint64_t k = 0; k < a.inputs; ++k) {
           const uint64_t group = k / a.group;
           const int zero = a.zeros == nullptr ? 8 : static_cast<int>(a.zeros[group * stride + word] >> 4 * nibble & 15);
-          const int code = static_cast<int>(a.words[k * stride + word] >> 4 * nibble & 15);
+          const int code = static_cast<int>(*awq_run(a, k, word).words >> 4 * nibble & 15);
           sum += double{x[k]} * (code - zero) * from_half(a.scales[group * a.outputs + column]);
         }
         at(static_cast<float*>(a.out), static_cast<int64_t>(row) * a.out_row_stride)[column] = static_cast<float>(sum);
@@ -108,7 +109,7 @@ void unpack_naively(const kvk_awq& a, uint32_t group_start, uint32_t group_stop)
       const uint64_t group = k / a.group, word = column / 8;
       const uint32_t shift = 4 * kNibble[column % 8];
       const int zero = a.zeros == nullptr ? 8 : static_cast<int>(a.zeros[group * stride + word] >> shift & 15);
-      const int code = static_cast<int>(a.words[k * stride + word] >> shift & 15);
+      const int code = static_cast<int>(*awq_run(a, k, a.first / 8 + static_cast<uint32_t>(word)).words >> shift & 15);
       const float value = static_cast<float>(code - zero) * from_half(a.scales[group * a.outputs + column]);
       const uint64_t width = a.dtype == KVK_F32 ? 4 : 2;
       store_row(a.dtype, &value, 1, at(static_cast<char*>(a.out), static_cast<int64_t>(k) * a.out_row_stride) + width * column);

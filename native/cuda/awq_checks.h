@@ -17,6 +17,7 @@ inline int check_awq(const kvk_awq* a) {
   if (a->group == 0 || a->group % kTile != 0 || a->inputs % a->group != 0)
     return fail(KVK_UNSUPPORTED, "groups of %u of %u inputs; they must divide them, and be multiples of %u", a->group, a->inputs,
                 kTile);
+  if (a->order != KVK_AWQ_CHECKPOINT) return fail(KVK_UNSUPPORTED, "order=%u; panels are the CPU's", a->order);
   if (a->words == nullptr || a->out == nullptr) return fail(KVK_INVALID, "no words, or nowhere to write");
   return KVK_OK;
 }

@@ -2,6 +2,7 @@
 // so that the sanitizers see every byte read or written outside it: each path against the naive one, groups of 32, 64 and 128,
 // widths that fill no vector, with and without zeros and bias; and arguments that must be refused. The oracle is in
 // tests/kernels.
+#include <algorithm>
 #include <cmath>
 #include <random>
 
@@ -45,6 +46,21 @@ struct Layer {
     args.threads = 1;
   }
 };
+
+// The same layer with its words in panels.
+void lay_in_panels(Layer& layer) {
+  const kvk_awq& a = layer.args;
+  const uint32_t width = a.outputs / 8;
+  std::vector<uint32_t> laid;
+  for (uint32_t tile = 0; tile < a.inputs; tile += KVK_AWQ_TILE_INPUTS)
+    for (uint32_t panel = 0; panel < width; panel += KVK_AWQ_PANEL_WORDS)
+      for (uint32_t k = tile; k < std::min(a.inputs, tile + KVK_AWQ_TILE_INPUTS); ++k)
+        for (uint32_t word = panel; word < std::min(width, panel + KVK_AWQ_PANEL_WORDS); ++word)
+          laid.push_back(layer.words[uint64_t{k} * width + word]);
+  layer.words = laid;
+  layer.args.words = layer.words.data();
+  layer.args.order = KVK_AWQ_PANELS;
+}
 
 bool here(uint32_t path) {
   Layer probe(32, 8, 32, 1, false);
@@ -104,6 +120,46 @@ TEST(tiles_of_columns_stay_inside_and_have_the_bits_of_the_naive_path) {
   }
 }
 
+TEST(words_in_panels_stay_inside_and_give_the_same_bits) {
+  for (uint32_t path = KVK_CPU_REFERENCE; path < KVK_CPU_REFERENCE + 6; ++path) {
+    if (!here(path)) continue;
+    for (uint32_t group : {2u, 32u, 64u, 128u})
+      for (uint32_t inputs : {128u, 320u})
+        for (uint32_t outputs : {8u, 64u, 136u, 264u})
+          for (uint32_t rows : {1u, 3u, 16u}) {
+            if (inputs % group != 0) continue;
+            Layer layer(inputs, outputs, group, rows, rows == 3);
+            layer.args.path = path;
+            layer.args.threads = rows % 3 + 1;
+            layer.args.dtype = rows == 16 ? KVK_BF16 : KVK_F32;
+            CHECK_EQ(kvk_awq_multiply(&layer.args), KVK_OK);
+            const std::vector<float> wanted = layer.out;
+            std::fill(layer.out.begin(), layer.out.end(), 0.0f);
+            lay_in_panels(layer);
+            CHECK_EQ(kvk_awq_multiply(&layer.args), KVK_OK);
+            CHECK(layer.out == wanted);
+          }
+  }
+}
+
+TEST(tiles_of_columns_out_of_panels_have_the_same_bits) {
+  for (uint32_t path = KVK_CPU_REFERENCE; path < KVK_CPU_REFERENCE + 6; ++path) {
+    if (!here(path)) continue;
+    for (uint32_t first : {0u, 8u, 128u, 136u}) {
+      Layer layer(192, 200, 32, 0, true);
+      kvk_awq& a = layer.args;
+      std::vector<float> wanted(uint64_t{192} * (200 - first)), found(wanted.size());
+      a.path = path, a.threads = 3, a.columns = 200 - first, a.out_row_stride = int64_t{a.columns} * 4;
+      a.words += first / 8, a.zeros += first / 8, a.scales += first, a.out = wanted.data();
+      CHECK_EQ(kvk_awq_dequantise(&a), KVK_OK);
+      lay_in_panels(layer);
+      a.first = first, a.out = found.data();
+      CHECK_EQ(kvk_awq_dequantise(&a), KVK_OK);
+      CHECK(found == wanted);
+    }
+  }
+}
+
 TEST(what_does_not_fit_is_refused) {
   Layer layer(256, 64, 32, 1, true);
   auto refused = [&](auto change) {
@@ -121,6 +177,11 @@ TEST(what_does_not_fit_is_refused) {
   CHECK(refused([](kvk_awq& a) { a.outputs = 60; }));
   CHECK(refused([](kvk_awq& a) { a.size -= 8; }));
   CHECK(!refused([](kvk_awq& a) { a.columns = 0; }));
+  CHECK(refused([](kvk_awq& a) { a.order = 2; }));
+  CHECK(refused([](kvk_awq& a) { a.order = KVK_AWQ_PANELS, a.group = 256; }));
+  CHECK(refused([](kvk_awq& a) { a.first = 8, a.columns = 8; }));  // of the checkpoint's order
+  CHECK(refused([](kvk_awq& a) { a.order = KVK_AWQ_PANELS, a.first = 12, a.columns = 8; }));
+  CHECK(refused([](kvk_awq& a) { a.order = KVK_AWQ_PANELS, a.first = 64, a.columns = 8; }));
 }
 
 TEST(rows_times_a_matrix_stay_inside_and_agree_with_the_naive_path) {

@@ -52,6 +52,9 @@ def from_pretrained(directory: str | Path, dtype: torch.dtype | None = None) -> 
         raise InvalidArgument(f"{home.name}: tensors without a counterpart: {', '.join(lost[:5])}")
     if (home / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
+    for module in model.modules():
+        if isinstance(module, AwqLinear):
+            module.into_panels()
     one_row.give(model)
     head.give(model)
     return model.eval()

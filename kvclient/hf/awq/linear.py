@@ -1,9 +1,10 @@
 """AwqLinear: a linear layer whose weights stay packed in four bits.
 
 On a CUDA device it multiplies with the kernels of native/cuda; fallbacks() counts the calls there that torch
-answered instead, by reason. On the CPU rows are multiplied by native/cpu, as the words lie; many rows of bf16
-by torch, of which some columns at a time become numbers. Owns the
-layer and the moment its words change their order. Invariant: a weight is (q - z) * s, whatever computes.
+answered instead, by reason. On the CPU rows are multiplied by native/cpu, as the words lie, in panels
+(packing.py) or as in the checkpoint; many rows of bf16 by torch, of which some columns at a time become
+numbers. Owns the layer and the moment its words change their order. Invariant: a weight is (q - z) * s,
+whatever computes.
 
 A checkpoint's words: qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8], scales fp16
 [in / group, out]; nibble i of word j is column 8j + ORDER[i].
@@ -11,9 +12,11 @@ A checkpoint's words: qweight int32 [in, out / 8], qzeros int32 [in / group, out
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -25,8 +28,12 @@ from kvclient.hf.awq.packing import (
     LANES_INPUTS,
     LANES_OUTPUTS,
     _check_shape,
+    fits_panels,
     from_lanes,
+    from_panels,
+    in_panels,
     to_lanes,
+    to_panels,
     unpack,
 )
 from kvclient.hf.awq.spinning import stand_for
@@ -41,6 +48,7 @@ HELD = ("qweight", torch.int32), ("qzeros", torch.int32), ("scales", torch.float
 
 _fallbacks: Counter[str] = Counter()
 _reordering = threading.Lock()  # of the words of any layer
+_saving = threading.local()  # how state_dict() gives words in panels
 
 
 def fallbacks() -> dict[str, int]:
@@ -51,8 +59,8 @@ def fallbacks() -> dict[str, int]:
 class AwqLinear(torch.nn.Module):
     """In the place of an nn.Linear. Its weights stay packed; each call dequantises what it multiplies.
 
-    On a CUDA device the first call puts `qweight` into the kernels' order; state_dict() is always the
-    checkpoint's.
+    On a CUDA device the first call puts `qweight` into the kernels' order, on a CPU into_panels() does;
+    state_dict() is always the checkpoint's.
     """
 
     def __init__(self, inputs: int, outputs: int, group: int, bias: bool, dtype: torch.dtype) -> None:
@@ -69,10 +77,18 @@ class AwqLinear(torch.nn.Module):
     def weights(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Columns start..stop, multiples of 8, as [in, stop - start]."""
         words = slice(start // 8, stop // 8)
-        codes = unpack(self._words()[:, words]).reshape(-1, self.group, stop - start)
+        codes = unpack(self._columns(words)).reshape(-1, self.group, stop - start)
         zeros, scales = unpack(self.qzeros[:, words]), self.scales[:, start:stop]
         centred = codes.to(torch.int16) - zeros[:, None].to(torch.int16)
         return (centred * scales[:, None].float()).to(dtype).reshape(-1, stop - start)
+
+    def into_panels(self) -> None:
+        """Of a CPU: the words are read in their order from here on, where there are kernels for it. Into
+        other memory, before anybody watches the model.
+        """
+        fits = self.qweight.device.type == "cpu" and fits_panels(self.group) and cpu_kernels()
+        if fits and not self._in_lanes and not in_panels(self.qweight):
+            self.qweight = to_panels(self.qweight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., inputs] times the weights. Raises InvalidArgument for an x of whole numbers."""
@@ -115,7 +131,8 @@ class AwqLinear(torch.nn.Module):
         out = torch.empty((len(rows), outputs), dtype=torch.float32, device="cpu")
         threads, bf16 = torch.get_num_threads(), x.dtype == torch.bfloat16
         stand_for(threads)
-        awq.multiply_at(rows.data_ptr(), out.data_ptr(), len(rows), shape, lie, threads, bf16=bf16)
+        lies = {"bf16": bf16, "panels": in_panels(self.qweight)}
+        awq.multiply_at(rows.data_ptr(), out.data_ptr(), len(rows), shape, lie, threads, **lies)
         return out.to(x.dtype).reshape(*x.shape[:-1], outputs)
 
     def _check_held(self, *held: torch.Tensor | None) -> None:
@@ -146,7 +163,8 @@ class AwqLinear(torch.nn.Module):
             width = min(step, self.out_features - start)
             tile = torch.empty((self.in_features, width), dtype=x.dtype)
             bits = tile.view(torch.int16).numpy().view("uint16")
-            awq.dequantise(bits, start, *packed, self.group, torch.get_num_threads())
+            threads, panels = torch.get_num_threads(), in_panels(self.qweight)
+            awq.dequantise(bits, start, *packed, self.group, threads, panels=panels)
             out[:, start : start + width] = rows @ tile
         out = out if self.bias is None else out + self._bias(x.dtype)
         return out.reshape(*x.shape[:-1], self.out_features)
@@ -183,6 +201,8 @@ class AwqLinear(torch.nn.Module):
     def _by_kernels(self, x: torch.Tensor) -> torch.Tensor:
         compiling = torch.compiler.is_compiling()
         if not self._in_lanes:
+            if in_panels(self.qweight):
+                self.qweight = from_panels(self.qweight)
             self._reorder(x.device, compiling)
         packed = (self.qweight, self.qzeros, self.scales)
         rows = x.reshape(-1, self.in_features)
@@ -216,32 +236,61 @@ class AwqLinear(torch.nn.Module):
             self._in_lanes = True
 
     def _apply(self, fn: Any, recurse: bool = True) -> AwqLinear:
-        """Moved as any module; but .to(dtype) is about what is computed in: the scales stay fp16."""
-        scales = self.scales
+        """Moved as any module; but .to(dtype) is about what is computed in: the scales stay fp16. Words that
+        came into other memory are the checkpoint's there.
+        """
+        scales, words = self.scales, self.qweight
         super()._apply(fn, recurse)
+        if in_panels(words) and self.qweight is not words:
+            self.qweight = from_panels(self.qweight)
         if self.scales.dtype != scales.dtype:
             self.scales = scales.to(self.scales.device)
         return self
 
     def _words(self) -> torch.Tensor:
-        return from_lanes(self.qweight) if self._in_lanes else self.qweight
+        if self._in_lanes:
+            return from_lanes(self.qweight)
+        return from_panels(self.qweight) if in_panels(self.qweight) else self.qweight
+
+    def _columns(self, words: slice) -> torch.Tensor:
+        if not self._in_lanes and in_panels(self.qweight):
+            return from_panels(self.qweight, words.start, words.stop)
+        return self._words()[:, words]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "qweight"] = self._words()
+        if not (getattr(_saving, "as_they_lie", False) and in_panels(self.qweight)):
+            destination[prefix + "qweight"] = self._words()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        words, in_lanes = self.qweight, self._in_lanes
+        words, in_lanes, panels = self.qweight, self._in_lanes, in_panels(self.qweight)
         if in_lanes:
             words.copy_(self._words())
             self._in_lanes, self._done = False, _flag(False)
+        if panels:
+            self.qweight = held = from_panels(words)
         super()._load_from_state_dict(*args, **kwargs)
         if in_lanes and self.qweight is words:  # a graph that was captured reads it there, in that order
             words.copy_(to_lanes(words))
             self._in_lanes, self._done = True, _flag(True)
+        if panels and self.qweight is held:
+            words.copy_(to_panels(held))
+            self.qweight = words
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
+
+
+@contextlib.contextmanager
+def as_they_lie() -> Iterator[None]:
+    """Of this thread: state_dict() gives words in panels as they are, marked, and not in the checkpoint's
+    order: of all layers at one time that would be a second copy of the model.
+    """
+    before, _saving.as_they_lie = getattr(_saving, "as_they_lie", False), True
+    try:
+        yield
+    finally:
+        _saving.as_they_lie = before
 
 
 def _flag(done: bool) -> torch.Tensor:

@@ -1,13 +1,19 @@
-"""Four bit codes in words: the order of a checkpoint (AutoAWQ's "gemm") and that of the kernels.
+"""Four bit codes in words: the order of a checkpoint (AutoAWQ's "gemm") and those of the kernels: lanes for
+a GPU, panels for a CPU.
 
-Owns packing, unpacking and quantising. Never runs a kernel. Invariant: from_lanes(to_lanes(w)) is w.
+Owns packing, unpacking and quantising. Never runs a kernel. Invariant: from_lanes(to_lanes(w)) is w, and so
+for panels; which words lie in panels is written on the tensor itself, so that one without that is a
+checkpoint's, whoever put it where it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kvclient.errors import InvalidArgument
+from kvclient.kernels.awq import PANELS_INPUTS, PANELS_WORDS
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BITS = 4
@@ -72,3 +78,64 @@ def from_lanes(words: torch.Tensor) -> torch.Tensor:
     size = (outputs // LANES_OUTPUTS, inputs // LANES_INPUTS, 8, 4, 4, 2, 2, 2)
     nibbles = ((words.reshape(-1, 1) >> shifts) & LEVELS).reshape(size)
     return pack(nibbles.permute(1, 3, 4, 6, 5, 0, 7, 2).reshape(inputs, outputs))
+
+
+# ---------------------------------------------------------------- panels
+
+
+def fits_panels(group: int) -> bool:
+    """Whether native/cpu takes words in panels for groups of so many inputs."""
+    return group > 0 and PANELS_INPUTS % group == 0
+
+
+def in_panels(words: torch.Tensor) -> bool:
+    """Whether this tensor, [inputs, outputs / 8], says that its words lie so."""
+    return getattr(words, "kvclient_panels", False)
+
+
+def mark_panels(words: torch.Tensor) -> torch.Tensor:
+    """The same tensor, [inputs, outputs / 8], which says so from here on."""
+    words.kvclient_panels = True  # type: ignore[attr-defined]
+    return words
+
+
+def to_panels(words: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's words in the order native/cpu reads one row after the other (native/kernels.h), marked,
+    in the same shape: tiles of 128 inputs by 16 words; in a tile an input's words lie one behind the other.
+    """
+    out, start = torch.empty_like(words, memory_format=torch.contiguous_format), 0
+    for whole, last in _tiles(out):
+        rows = words[start : start + whole.shape[0] * whole.shape[2]]
+        start += len(rows)
+        rows, edge = rows.view(whole.shape[0], whole.shape[2], -1), whole.shape[1] * PANELS_WORDS
+        whole.copy_(rows[..., :edge].unflatten(2, (whole.shape[1], PANELS_WORDS)).transpose(1, 2))
+        last.copy_(rows[..., edge:])
+    return mark_panels(out)
+
+
+def from_panels(words: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    """The inverse of to_panels(): [inputs, outputs / 8], or its words start..stop of each input."""
+    stop = words.shape[1] if stop is None else stop
+    first, behind = start // PANELS_WORDS, -(-stop // PANELS_WORDS)
+    parts = []
+    for whole, last in _tiles(words):
+        found = whole[:, first:behind].transpose(1, 2).flatten(2)
+        if behind > whole.shape[1]:
+            found = torch.cat([found, last], 2)
+        parts.append(found.flatten(0, 1))
+    edge = first * PANELS_WORDS
+    return torch.cat(parts)[:, start - edge : stop - edge].contiguous()
+
+
+def _tiles(words: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of the full tiles, then of the last inputs: where whole panels lie, [tile, panel, input, word], and the
+    last one, [tile, input, word].
+    """
+    (inputs, width), flat = words.shape, words.reshape(-1)
+    full, panels = inputs // PANELS_INPUTS * PANELS_INPUTS, width // PANELS_WORDS
+    for start, stop, high in ((0, full, PANELS_INPUTS), (full, inputs, inputs - full)):
+        if start < stop:
+            tiles = flat[start * width : stop * width].view(-1, high * width)
+            edge = high * panels * PANELS_WORDS
+            whole = tiles[:, :edge].unflatten(1, (panels, high, PANELS_WORDS))
+            yield whole, tiles[:, edge:].unflatten(1, (high, width - panels * PANELS_WORDS))

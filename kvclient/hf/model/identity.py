@@ -17,6 +17,8 @@ import torch
 
 from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
+from kvclient.hf.awq.linear import as_they_lie
+from kvclient.hf.awq.packing import from_panels, in_panels
 from kvclient.hf.model.watch import Attributes, adapter_parameters, adapter_state, adapters, matmul_precision
 from kvclient.hf.streaming.model import streams_of
 
@@ -57,9 +59,11 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     sorted.
     """
     added = {id(p) for module in adapters(model) for p in adapter_parameters(module)}
+    with as_they_lie():
+        state = model.state_dict(keep_vars=True)
     named = [
         (name, tensor)
-        for name, tensor in model.state_dict(keep_vars=True).items()
+        for name, tensor in state.items()
         if isinstance(tensor, torch.Tensor) and id(tensor) not in added
     ]
     streams = streams_of(model)
@@ -69,8 +73,9 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     if streams.digests is None:  # one pass over what lies on the disk; each load is verified since
         read = []
         for prefix, layer in streams.filled_layers():
-            of_layer = layer.state_dict(prefix=f"{prefix}.", keep_vars=True).items()
-            read += _digest_rows([(name, tensor) for name, tensor in of_layer if name in moving])
+            with as_they_lie():
+                of_layer = layer.state_dict(prefix=f"{prefix}.", keep_vars=True)
+            read += _digest_rows([(name, tensor) for name, tensor in of_layer.items() if name in moving])
         read += [[name, kind, shape, digest] for name, kind, shape, digest in streams.digested_tables()]
         streams.digests = read
     rows = _digest_rows([(name, tensor) for name, tensor in named if name not in moving])
@@ -85,7 +90,7 @@ def _digest_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def _digest_rows(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[Any]]:
-    """By name: its dtype, shape and the SHA-256 of its bytes."""
+    """By name: its dtype, shape and the SHA-256 of its bytes; of packed words in the checkpoint's order."""
     named = sorted(named, key=lambda item: item[0])
     # A tied tensor has several names and is read once.
     unique = {_place(tensor): tensor for _, tensor in named}
@@ -102,7 +107,8 @@ def _digest_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.device.type == "meta":
         raise InvalidArgument("a weight lies on the meta device: its bytes are not there to digest")
     try:
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        words = from_panels(tensor) if in_panels(tensor) else tensor
+        flat = words.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         kind = f"{type(tensor).__name__} of {tensor.dtype}"
         raise InvalidArgument(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kvclient.hf.awq.packing import mark_panels
 from kvclient.hf.streaming.files.index import ALIGNMENT, Part, Stored
 from kvclient.hf.streaming.frame import put
 
@@ -44,7 +45,8 @@ def places(
     """
     for stored in part.tensors:
         owner, _, attribute = stored.name.rpartition(".")
-        yield layer.get_submodule(owner), attribute, _tensor(stored, memory, dtype, copied, room)
+        tensor = _tensor(stored, memory, dtype, copied, room)
+        yield layer.get_submodule(owner), attribute, mark_panels(tensor) if stored.panels else tensor
 
 
 def leave(layer: torch.nn.Module, part: Part) -> None:

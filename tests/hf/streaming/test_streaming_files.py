@@ -6,6 +6,7 @@ stopped by SIGKILL behind a known stretch; a tiny llama whose embedding and head
 bit for bit against the model in memory.
 """
 
+import copy
 import json
 import os
 import random
@@ -18,10 +19,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf import awq
+from kvclient.hf.awq.linear import AwqLinear
+from kvclient.hf.awq.packing import from_panels, in_panels, quantise
+from kvclient.hf.model.identity import digest_weights
 from kvclient.hf.speculation import Speculation
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, vocabulary
 from kvclient.hf.streaming.files.headers import header
-from kvclient.hf.streaming.files.index import BLOCK_BYTES
+from kvclient.hf.streaming.files.index import BLOCK_BYTES, VERSION
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import Vocabulary, plan
 from tests.hf.awq_checkpoint import write_checkpoint
@@ -203,6 +208,76 @@ def test_a_journal_of_another_checkpoint_is_not_believed(tmp_path):
     streams_of(model).close()
 
 
+def packed_layer():
+    """[320, 200]: three tiles of inputs, the last of 64, and two panels, the last of 9 words."""
+    layer = AwqLinear(320, 200, 64, True, torch.float32)
+    layer.qweight, layer.qzeros, layer.scales = quantise(torch.randn(200, 320), 64)
+    return layer
+
+
+def test_a_layer_in_panels_has_the_checkpoints_state_and_bits():
+    layer = packed_layer()
+    words, state = layer.qweight, copy.deepcopy(layer.state_dict())
+    x, other = torch.randn(3, 320), packed_layer()
+    wanted, others = layer(x), other(x)
+    layer.into_panels()
+    held = layer.qweight
+    assert int(held.view(-1)[128 * 16 + 9]) == int(words[1, 16]), "the second panel's second input"
+    assert int(held.view(-1)[128 * 25 + 16 * 2]) == int(words[130, 0]), "the second tile's third input"
+    assert torch.equal(layer(x), wanted) and not torch.equal(held, words)
+    assert torch.equal(layer.weights(40, 152, torch.float32), awq_twin(state).weights(40, 152, torch.float32))
+    for found in (layer.state_dict(), copy.deepcopy(layer).state_dict()):
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert torch.equal(copy.deepcopy(layer)(x), wanted)
+    layer.load_state_dict(other.state_dict())
+    assert layer.qweight is held and torch.equal(layer(x), others), "loaded where the words lie"
+    layer.load_state_dict(state, assign=True)
+    assert torch.equal(layer(x), wanted)
+    layer.into_panels()
+    layer.qweight = words  # whoever puts words there has the checkpoint's
+    assert torch.equal(layer(x), wanted)
+    layer.into_panels()
+    assert torch.equal(layer._apply(torch.clone)(x), wanted)
+    layer.into_panels()
+    assert layer.to("meta").qweight.shape == words.shape and not in_panels(layer.qweight)
+
+
+def awq_twin(state):
+    twin = packed_layer()
+    twin.load_state_dict(state)
+    return twin
+
+
+def test_panels_on_the_disk_are_the_checkpoints_words(tmp_path):
+    """Bit for bit, by one identity; a file of before there were panels is written anew."""
+    model = tiny()
+    write_checkpoint(tmp_path, model, 32)
+    config = StreamingConfig(residency="full_stream")
+    held = awq.from_pretrained(tmp_path)
+    packed = [module for module in held.modules() if isinstance(module, AwqLinear)]
+    assert packed and all(in_panels(module.qweight) for module in packed)
+    for change in (None, {"version": 2}):
+        said = tmp_path / "kvstored-streaming.json"
+        if change is not None:
+            said.write_text(json.dumps(json.loads(said.read_bytes()) | change))
+        told = []
+        streamed = StreamingCausalLM.from_pretrained(
+            tmp_path, config, progress=lambda done, _, told=told: told.append(done)
+        )
+        assert told and json.loads(said.read_bytes())["version"] == VERSION
+        assert torch.equal(logits(streamed), logits(held))
+        assert digest_weights(streamed) == digest_weights(held)
+        streams_of(streamed).close()
+    words = load_file(tmp_path / "model.safetensors")
+    stored = json.loads(said.read_bytes())["layers"][1]["ffn"]
+    for name, _, shape, offset, length, panels in stored["tensors"]:
+        if name.endswith(".qweight"):
+            with open(tmp_path / "kvstored-streaming.bin", "rb") as file:
+                file.seek(stored["piece"][0] + offset)
+                laid = torch.frombuffer(bytearray(file.read(length)), dtype=torch.int32).view(shape)
+            assert panels and torch.equal(from_panels(laid), words[f"model.layers.1.{name}"])
+
+
 # ---------------------------------------------------------------- the vocabulary
 
 
@@ -285,8 +360,6 @@ def test_a_damaged_row_is_never_computed_with(tmp_path, monkeypatch):
 
 
 def test_the_identity_is_that_of_the_model_in_memory(tmp_path, monkeypatch):
-    from kvclient.hf.model.identity import digest_weights
-
     monkeypatch.setattr("kvclient.hf.streaming.frame.ROWS_BYTES", 0)
     for tie in (False, True):
         tiny(vocab=20_000, tie=tie).save_pretrained(tmp_path)

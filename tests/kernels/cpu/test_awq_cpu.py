@@ -122,6 +122,42 @@ def test_a_tile_of_columns_is_what_the_words_stand_for(path, group):
                 assert np.array_equal(out, bfloat16(part) if dtype == "uint16" else part.astype(dtype))
 
 
+def in_panels(words):
+    """Tiles of 128 inputs by 16 words, those of the first inputs first; the last ones are smaller."""
+    tiles = [
+        words[k : k + 128, panel : panel + 16].reshape(-1)
+        for k in range(0, words.shape[0], 128)
+        for panel in range(0, words.shape[1], 16)
+    ]
+    return np.ascontiguousarray(np.concatenate(tiles).reshape(words.shape))
+
+
+@pytest.mark.parametrize("path", ["reference", *HERE])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("outputs", [56, 128, 392])
+def test_words_in_panels_give_the_same_bits(path, group, outputs):
+    inputs = 256 if group == 128 else 320  # 64 of the last tile
+    words, zeros, scales, bias = layer(inputs, outputs, group, group + outputs)
+    x = np.random.default_rng(6).standard_normal((48, inputs)).astype(np.float32)
+    for held, bf16 in ((zeros, False), (None, True)):
+        x = bfloat16(x).astype(np.uint32).__lshift__(16).view(np.float32) if bf16 else x
+        for rows in (1, 2, 3, 4, 5, 8, 16, 48):
+            args = held, scales, bias, group, rows % 4, path, bf16
+            wanted = awq.multiply(x[:rows], words, *args)
+            assert np.array_equal(awq.multiply(x[:rows], in_panels(words), *args, panels=True), wanted)
+        for start, stop in ((0, outputs), (8, 48), (16, outputs - 8)):
+            found, wanted = np.full((2, inputs, stop - start), 77, np.float16)
+            awq.dequantise(wanted, start, words, held, scales, group, path=path)
+            awq.dequantise(found, start, in_panels(words), held, scales, group, path=path, panels=True)
+            assert np.array_equal(found, wanted)
+
+
+def test_groups_that_leave_a_tile_have_no_panels():
+    words, zeros, scales, bias = layer(384, 64, 384, 1)
+    with pytest.raises(InvalidArgument, match="group=384; in panels it must divide 128"):
+        awq.multiply(np.zeros((1, 384), np.float32), words, zeros, scales, bias, 384, panels=True)
+
+
 def bfloat16(values):
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

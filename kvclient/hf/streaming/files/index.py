@@ -19,7 +19,7 @@ from kvclient.hf.streaming.mover import PAGE, Piece
 from kvclient.hf.streaming.residency import PARTS
 
 NAME = "kvstored-streaming"
-VERSION = 2
+VERSION = 3  # 3: packed words lie in panels
 ALIGNMENT = 64  # of a tensor in its stretch
 BLOCK_BYTES = 64 << 10  # of an embedding, with a checksum each: what is read for one token
 _LAYER = re.compile(r"^(?P<list>.*?\.?(?:layers|h|blocks))\.(?P<number>\d+)\.(?P<rest>.+)$")
@@ -35,6 +35,7 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
     length: int
+    panels: bool = False  # packed words in that order
 
     @property
     def unaligned(self) -> bool:
@@ -150,8 +151,10 @@ def _piece(said: Any) -> Piece:
 
 def _part(said: dict[str, Any]) -> Part:
     piece = _piece(said["piece"])
-    stored = (Stored(str(n), str(d), tuple(map(int, s)), int(o), int(b)) for n, d, s, o, b in said["tensors"])
-    tensors = tuple(stored)
+    tensors = tuple(
+        Stored(str(name), str(kind), tuple(map(int, shape)), int(offset), int(length), bool(panels))
+        for name, kind, shape, offset, length, panels in said["tensors"]
+    )
     if not all(t.offset >= 0 and t.length >= 0 and t.offset + t.length <= piece.length for t in tensors):
         raise ValueError("a tensor outside of its stretch")
     return Part((piece,), tensors)

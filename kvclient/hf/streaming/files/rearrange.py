@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import kvclient
 from kvclient.errors import InvalidArgument
+from kvclient.hf.awq.packing import fits_panels, to_panels
 from kvclient.hf.streaming.files.headers import Source, tensors
 from kvclient.hf.streaming.files.index import (
     ALIGNMENT,
@@ -133,16 +135,29 @@ def _part(layer: Mapping[str, Source], part: str) -> tuple[int, Callable[[], tup
         data, said = bytearray(), []
         for name in names:
             source = layer[name]
-            held = source.read()
+            held: Any = source.read()
             if name.endswith(".scales"):
                 check_finite(source, held)
+            if panels := _fits_panels(name, layer):
+                words = torch.frombuffer(held, dtype=torch.int32).view(source.shape)
+                held = to_panels(words).view(-1).view(torch.uint8).numpy().data
             data.extend(bytes(-len(data) % ALIGNMENT))
-            said.append([name, source.dtype, list(source.shape), len(data), len(held)])
+            said.append([name, source.dtype, list(source.shape), len(data), len(held), panels])
             data += held
         data.extend(bytes(-len(data) % PAGE or (0 if data else PAGE)))
         return data, said
 
     return sum(layer[name].length for name in names), made
+
+
+def _fits_panels(name: str, layer: Mapping[str, Source]) -> bool:
+    """Whether these are packed words that native/cpu takes in panels: by their groups."""
+    source, scales = layer[name], layer.get(f"{name.removesuffix('.qweight')}.scales")
+    if not name.endswith(".qweight") or scales is None or source.dtype != "int32":
+        return False
+    if len(source.shape) != 2 or not all(source.shape) or len(scales.shape) != 2 or not scales.shape[0]:
+        return False
+    return fits_panels(source.shape[0] // scales.shape[0])
 
 
 def check_finite(source: Source, held: bytearray) -> None:
