@@ -20,6 +20,7 @@ from kvclient.hf.streaming import (
     streaming_stats,
 )
 from kvclient.hf.streaming.model import Streams, streams_of
+from kvclient.hf.streaming.placement import costs as measured
 from kvclient.hf.streaming.placement.costs import Costs
 from tests.hf.awq_checkpoint import write_checkpoint
 
@@ -31,6 +32,13 @@ MOVED = dict.fromkeys(range(LAYERS), 1000)
 def costs(link_s, device_s, host_s):
     """Of a layer of 1,000 bytes, the same for any number of rows."""
     return Costs(1000 / link_s, {1: device_s}, None if host_s is None else {1: host_s})
+
+
+def test_rounds_beside_other_work_do_not_count(monkeypatch):
+    """The median of three said four times what a product took, where two of them met another process."""
+    clock = iter([0, 9, 9, 18, 18, 20, 20, 29, 29, 38])  # seconds: the third round takes 2
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: next(clock))
+    assert measured.products_s(torch.nn.Linear(4, 4), torch.get_num_threads(), (1,)) == {1: 2}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ Owns the measurement and the choice. Never moves a weight. Invariant: a choice s
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 ROWS = (1, 4, 16)  # measured; more rows cost in proportion
-ROUNDS = 3  # of each measurement: the median
+ROUNDS = 5  # of each measurement: the least, for whoever else works on the machine only adds
 TURNS = 3  # of a pass over the layers in thought: the last one is the steady state
 
 
@@ -79,7 +78,7 @@ def products_s(layer: torch.nn.Module, threads: int, counts: Sequence[int] = ROW
     with with_threads(threads), torch.inference_mode():
         for rows in counts:
             inputs = [torch.ones((rows, linear.in_features), dtype=kind) for linear in linears]
-            found[rows] = _median_s(linears, inputs)
+            found[rows] = _least_s(linears, inputs)
     return found
 
 
@@ -94,11 +93,11 @@ def with_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _median_s(linears: Sequence[Any], inputs: Sequence[torch.Tensor]) -> float:
+def _least_s(linears: Sequence[Any], inputs: Sequence[torch.Tensor]) -> float:
     took = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for linear, x in zip(linears, inputs, strict=True):
             linear(x)
         took.append(time.perf_counter() - began)
-    return statistics.median(took)
+    return min(took)
