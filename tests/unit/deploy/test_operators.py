@@ -1,7 +1,7 @@
 """Proves that what operators install is what the programs take: manifests valid, flags known, files there.
 
 Method: Kubernetes' own schemas (kubernetes-validate), the programs' own parsers on every argument, systemd's
-own verdict. No container is built or run here: there is no builder on these machines.
+own verdict. `make containers` builds and runs images where podman or docker is; no test does.
 """
 
 import re
@@ -60,6 +60,7 @@ def test_the_programs_take_the_flags_they_are_given():
                         ("server", server["args"]), ("server", compose["server"]["command"])):  # fmt: skip
         assert taken([*entry(start), *args])
     assert taken(daemon["livenessProbe"]["exec"]["command"])
+    assert taken(compose["daemon"]["healthcheck"]["test"][1:])
     with pytest.raises(SystemExit):
         taken([*entry("server"), "--no-such-flag"])
 
