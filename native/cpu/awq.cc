@@ -60,8 +60,8 @@ struct Call {
 
 void run_task(void* context, uint32_t, uint64_t i) {
   const Call& call = *static_cast<const Call*>(context);
-  const uint32_t start = static_cast<uint32_t>(i) * call.task_words, all = call.a.outputs / 8;
-  call.path->multiply(call.a, start, all - start < call.task_words ? all : start + call.task_words);
+  const uint32_t start = static_cast<uint32_t>(i) * call.task_words, left = call.a.outputs / 8 - start;
+  call.path->multiply(call.a, start, start + (left < call.task_words ? left : call.task_words));
 }
 
 void run_group(void* context, uint32_t, uint64_t i) {

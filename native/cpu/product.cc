@@ -26,13 +26,13 @@ int check(const kvk_product* a) {
 struct Call {
   const kvk_product& a;
   const Path* path;
-  uint32_t task;
+  uint32_t task_outputs;
 };
 
 void run_task(void* context, uint32_t, uint64_t i) {
   const Call& call = *static_cast<const Call*>(context);
-  const uint32_t start = static_cast<uint32_t>(i) * call.task, left = call.a.outputs - start;
-  call.path->product(call.a, start, left < call.task ? call.a.outputs : start + call.task);
+  const uint32_t start = static_cast<uint32_t>(i) * call.task_outputs, left = call.a.outputs - start;
+  call.path->product(call.a, start, start + (left < call.task_outputs ? left : call.task_outputs));
 }
 
 }  // namespace
@@ -44,9 +44,9 @@ extern "C" int kvk_multiply(const kvk_product* args) {
   if (call.path == nullptr) return KVK_UNSUPPORTED;
   if (args->rows == 0 || args->outputs == 0) return KVK_OK;
   const uint32_t of_size = kvk::kTaskBytes / (2 * (args->inputs < 1 ? 1 : args->inputs));
-  call.task = of_size / kvk::kTaskOutputs * kvk::kTaskOutputs;
-  if (call.task < kvk::kTaskOutputs) call.task = kvk::kTaskOutputs;
-  const uint64_t tasks = (uint64_t{args->outputs} + call.task - 1) / call.task;
+  call.task_outputs = of_size / kvk::kTaskOutputs * kvk::kTaskOutputs;
+  if (call.task_outputs < kvk::kTaskOutputs) call.task_outputs = kvk::kTaskOutputs;
+  const uint64_t tasks = (uint64_t{args->outputs} + call.task_outputs - 1) / call.task_outputs;
   kvk::run_on(args->threads < 1 ? 1 : args->threads, tasks, kvk::run_task, &call);
   return KVK_OK;
 }
