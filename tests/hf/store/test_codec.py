@@ -255,7 +255,9 @@ def test_what_is_kept_as_computed_is_pinned_too(home, codec):
         assert engine.pin(TEXT) == client.stats()["pins"] == stored
         for number in range(200):
             engine.warm(f"{number} " + TEXT[number % 50 :])
-        assert client.stats()["evictions"] > 0
+            if client.stats()["evictions"] > 4 * stored:
+                break
+        assert client.stats()["evictions"] > 4 * stored
         report = engine.generate(TEXT + "?", 1).report
         assert (report.reused_tokens, report.full_tokens) == (len(TEXT) // BLOCK * BLOCK, 4 + BLOCK)
         engine.unpin(TEXT)
