@@ -113,7 +113,8 @@ model: build $(VENV)/.dev $(VENV)/.hf ## fetch the example model into the user's
 demo: model ## one daemon, several processes, a real model: the first computes, the others hit
 	@$(PY) examples/demo.py
 
-demo-hosts: model ## three daemons as if on three hosts: a prompt through them, one killed, one frozen; ends clean
+demo-hosts: model ## three daemons as if on three hosts: a prompt through them, one killed, one frozen; then a pool with etcd and Mooncake; ends clean
+	@.ci/cluster || echo "etcd and Mooncake cannot be had here: it goes on without a pool"
 	@$(PY) examples/demo_hosts.py
 
 PORT ?= 8000

@@ -10,7 +10,11 @@ process on each runs SmolLM2 and is asked the same question about the same docum
     c  is flushed, and b frozen: hears nothing of b for 1.5 s at most and takes a's
     c  is flushed, a and b killed: computes
 
-Prints a table and ends everything. The exit status is 0 only if every answer was that of a plain generate().
+Then three others with a pool across them: etcd and Mooncake from packages (`.ci/cluster` unpacks them; the
+fabric has no TLS). What b computed and was asked for again lies in it, and c has it after b is killed. Where
+a machine cannot have one, it says why.
+
+Prints tables and ends everything. The exit status is 0 only if every answer was that of a plain generate().
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from collections.abc import Iterator
 from pydoc_data.topics import topics
 from typing import Any
 
+import cluster_here
 import hosts_here
 import model as example_model
 
 NEW_TOKENS, DOCUMENT_CHARACTERS, UP_S = 16, 2800, 30.0
+TAILS = 2  # blocks of the last tokens, which another prompt would not ask for again
 
 
 def work(model_dir: str, home: str) -> None:
@@ -58,6 +64,7 @@ def work(model_dir: str, home: str) -> None:
             said = {"tokens": out[0, count:].tolist(), "prompt": count, "all_s": time.perf_counter() - began}
             if not prompt["plain"]:
                 said |= {"reused": kv.last.reused_tokens, "ttft_s": kv.last.ttft_s}
+                said["blocks"] = client.stats()["blocks"]
             print(json.dumps(said), flush=True)
         kv.detach()
 
@@ -119,30 +126,63 @@ def flush(host: hosts_here.Host) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+class Table:
+    """Who was asked, and what it said. `right`: every answer was that of a plain generate()."""
+
+    def __init__(self, hosts: dict[str, hosts_here.Host], at: dict[str, Process], text: str) -> None:
+        self.right, self._hosts, self._at, self._text = True, hosts, at, text
+        self._plain = at["a"].ask(text, plain=True)
+        count, seconds = self._plain["prompt"], self._plain["all_s"]
+        print(f"\n{count} tokens of prompt; a plain generate() takes {seconds:.2f} s\n")
+        print(f"{'':48}{'first token':>12}{'reused':>8}  from    same answer")
+
+    def _fetched(self, name: str) -> dict[str, int]:
+        return {peer: figures["fetched"] for peer, figures in self._hosts[name].peers().items()}
+
+    def ask(self, name: str, what: str) -> dict[str, Any]:
+        before = self._fetched(name)
+        said = self._at[name].ask(self._text)
+        after = self._fetched(name)
+        taken = "+".join(peer for peer in after if after[peer] > before.get(peer, 0)) or "-"
+        same = said["tokens"] == self._plain["tokens"]
+        self.right &= same
+        told = f"{name}  {what:45}{said['ttft_s']:>10.2f} s{said['reused']:>8}  {taken:6}"
+        print(f"{told}  {'yes' if same else 'NO'}")
+        return said
+
+
+def pool(text: str) -> bool:
+    """Three hosts with a pool, where this machine can have them; whether every answer was right."""
+    try:
+        with cluster_here.running("a", "b", "c", memory="192MiB", pool="128MiB") as hosts:
+            host = {name: hosts[name] for name in "abc"}
+            with processes(host) as at:
+                print("\nhosts with a pool: etcd and Mooncake's master are on a")
+                table = Table(host, at, text)
+                table.ask("b", "nobody has it: computes")
+                blocks = table.ask("b", "again: in its own memory")["blocks"]
+                cluster_here.until(
+                    lambda: cluster_here.told(host["b"])["counters"].get("puts", 0) >= blocks - TAILS,
+                    "its blocks are in the pool",
+                )
+                host["b"].kill()
+                table.ask("c", "b is killed, the pool has it")
+                return table.right
+    except cluster_here.NotHere as why:
+        print(f"\nno pool here: {why}")
+        return True
+
+
 def main() -> int:
     text = topics["objects"][:DOCUMENT_CHARACTERS] + "\nIn one sentence, what is an object?"
-    right = True
     with hosts_here.running("a", "b", "c") as hosts, processes(hosts) as at:
         network = hosts["a"].network
         where = "network namespaces" if network.isolated else f"loopback addresses ({network.why})"
         print("hosts are", where)
         for name, host in hosts.items():
             wait_up(host, *(other for other in hosts if other != name))
-        plain = at["a"].ask(text, plain=True)
-        print(f"\n{plain['prompt']} tokens of prompt; a plain generate() takes {plain['all_s']:.2f} s\n")
-        print(f"{'':48}{'first token':>12}{'reused':>8}  from    same answer")
-
-        def ask(name: str, what: str) -> None:
-            nonlocal right
-            before = {peer: figures["fetched"] for peer, figures in hosts[name].peers().items()}
-            said = at[name].ask(text)
-            after = {peer: figures["fetched"] for peer, figures in hosts[name].peers().items()}
-            taken = "+".join(peer for peer in after if after[peer] > before.get(peer, 0)) or "-"
-            same = said["tokens"] == plain["tokens"]
-            right &= same
-            told = f"{name}  {what:45}{said['ttft_s']:>10.2f} s{said['reused']:>8}  {taken:6}"
-            print(f"{told}  {'yes' if same else 'NO'}")
-
+        table = Table(hosts, at, text)
+        ask = table.ask
         ask("a", "nobody has it: computes")
         ask("b", "a has it")
         ask("b", "again: in its own memory")
@@ -160,6 +200,7 @@ def main() -> int:
             hosts[name].kill()
         flush(hosts["c"])
         ask("c", "c is flushed, a and b killed: computes")
+    right = pool(text) and table.right
     print("\nall as expected" if right else "\nNOT as expected", "- everything ended")
     return 0 if right else 1
 

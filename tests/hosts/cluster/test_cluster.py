@@ -266,6 +266,30 @@ def test_the_masters_host_dies_and_the_others_put_again_what_they_have(three):
         until(lambda: got(there, keys, SMALL) == 12, "they are found")
 
 
+def masters_pid(fabric):
+    """Of Mooncake's master, if this fabric runs it; 0: it does not."""
+    for path in Path(f"/proc/{fabric}/task").glob("*/children"):
+        for pid in path.read_text().split():
+            if Path(f"/proc/{pid}/comm").read_text().startswith("mooncake_master"[:15]):
+                return int(pid)
+    return 0
+
+
+def test_the_masters_process_is_killed_and_nothing_but_hits_is_lost(cluster):
+    near, far = cluster["a"], cluster["b"]
+    keys, later = new_keys(6), new_keys(6)
+    with kvclient.connect(dir=str(near.dir)) as here, kvclient.connect(dir=str(far.dir)) as there:
+        put(here, keys, SMALL)
+        until(lambda: counters(near).get("puts") == 6, "all are in the pool")
+        os.kill(next(filter(None, (masters_pid(fabric_pid(host)) for host in (near, far)))), signal.SIGKILL)
+        put(here, later, SMALL)
+        assert got(here, keys, SMALL) == 6 and got(there, new_keys(2), SMALL) == 0
+        until(lambda: counters(near).get("puts") == 12 and counters(near)["known"] == 12, "put again")
+        flush(near)
+        until(lambda: far.peers()["pool"]["state"] == "up", "it is there")
+        until(lambda: got(there, keys + later, SMALL) == 12, "they are found")
+
+
 @pytest.fixture
 def slow():
     yield from started("a", "b", memory="192MiB", pool="192MiB", args=["--cluster-replicas", "1"])
