@@ -169,11 +169,16 @@ def test_transformers_batches_take_torchs_attention_by_its_name(home):
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9]]
     wanted = [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+    asked = {
+        "generation_config": GenerationConfig(**(options | {"eos_token_id": -1})),
+        "continuous_batching_config": ContinuousBatchingConfig(
+            num_blocks=8, page_size=32, max_batch_tokens=32
+        ),
+    }
+    with pytest.raises(ValueError, match=f"{one_row.ONE_ROW} is not supported.*'sdpa'"):
+        model.generate_batch(prompts, **asked)
     model.set_attn_implementation("sdpa")
-    found = model.generate_batch(
-        prompts, generation_config=GenerationConfig(**(options | {"eos_token_id": -1})),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, page_size=32, max_batch_tokens=32),
-    )  # fmt: skip
+    found = model.generate_batch(prompts, **asked)
     assert [request.generated_tokens for request in found.values()] == wanted
     model.set_attn_implementation(one_row.ONE_ROW)
     assert model.generate(torch.tensor([prompts[0]]), **options)[0, 5:].tolist() == wanted[0]
