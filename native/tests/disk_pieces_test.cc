@@ -66,7 +66,8 @@ class CuttingEngine final : public Engine {
 
 class Rig {
  public:
-  explicit Rig(const Shape& shape, bool huge_pool = false) : segments_(48 * kMiB, 256) {
+  static constexpr uint64_t kPoolBytes = 32 * kMiB;  // each test's is filled, and written over, some dozen times
+  explicit Rig(const Shape& shape, bool huge_pool = false) : segments_(kPoolBytes, 256) {
     segments_.disk = true;
     store = segments_.open(false);
     layout_id_ = store->register_layout(blob_of(shape));
@@ -115,16 +116,17 @@ class Rig {
     return bytes;
   }
   void evict() {
-    for (uint64_t i = 0; i < 60; ++i) {
+    for (uint64_t i = 0; i < kFillers; ++i) {
       const CreateItem item{.key = key(next_ += 1), .fingerprint = 0, .tokens = 1, .base_position = 0, .parent = 0};
       const Granted granted = store->create({owner_, filler_, 90, 0, {&item, 1}})[0];
       const Seal seal{granted.handle, false};
       if (granted.status == Grant::Granted) store->seal(owner_, {&seal, 1});
     }
-    for (uint64_t i = next_ - 60; i < next_; ++i) store->remove(key(i + 1));
-    const std::vector<uint8_t> zeros(segments_.capacity);
+    for (uint64_t i = next_ - kFillers; i < next_; ++i) store->remove(key(i + 1));
+    static const std::vector<uint8_t> zeros(kPoolBytes);
     KV_INVARIANT(::pwrite(segments_.pool.get(), zeros.data(), zeros.size(), 0) == static_cast<ssize_t>(zeros.size()));
   }
+  static constexpr uint64_t kFillers = kPoolBytes / kMiB + 12;  // of a MiB: more than fit
   void load(std::span<const uint64_t> numbers) {
     for (uint64_t number : numbers) tier->promote(key(number), 35);
     CHECK(eventually([&] {
@@ -260,7 +262,7 @@ TEST(the_page_tables_hold_what_was_moved_and_nothing_after_the_end) {
   rig.evict();
   rig.load(numbers);
   CHECK_EQ(rig.tier->stats().loaded, numbers.size());
-  CHECK(mapped_bytes() <= 24 * kMiB);  // half of the pool
+  CHECK(mapped_bytes() <= Rig::kPoolBytes / 2);
   rig.tier->stop();
   CHECK(mapped_bytes() <= kMiB);
 }
