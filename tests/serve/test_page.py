@@ -356,33 +356,32 @@ def test_light_and_dark_differ_and_can_be_read(browser, roomy, scheme):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_a_server_that_is_gone_is_said(browser, home):
-    server = Server(home, "--store", "64MiB")
-    for page in opened(browser, server.url):
-        server.end()
+def test_a_server_that_is_gone_is_said(browser, server):
+    running = server("--store", "64MiB")
+    for page in opened(browser, running.url):
+        running.end()
         say(page, "anybody?")
         assert "No answer: the connection" in page.inner_text(".error")
         expect(page.locator("#state")).to_contain_text("does not answer")
 
 
-def test_a_server_that_dies_in_an_answer_leaves_what_it_said(browser, long_home):
-    server = Server(long_home, "--store", "64MiB")
-    for page in opened(browser, server.url):
+def test_a_server_that_dies_in_an_answer_leaves_what_it_said(browser, server, long_home):
+    running = server("--store", "64MiB", model=long_home)
+    for page in opened(browser, running.url):
         page.fill("#max_tokens", "7000")
         say(page, "go on", ended=False)
         expect(page.locator(".assistant .text")).to_have_text(SOME)
-        server.process.kill()
+        running.process.kill()
         page.wait_for_selector("#stop", state="hidden")
         assert "It breaks off" in page.inner_text(".error")
         assert len(page.inner_text(".assistant .text")) >= 20
         expect(page.locator("#state")).to_contain_text("does not answer")
-    server.end()
 
 
-def test_a_server_with_keys_answers_once_one_is_typed(browser, home, tmp_path):
+def test_a_server_with_keys_answers_once_one_is_typed(browser, server, tmp_path):
     (tmp_path / "keys").write_text("secret\n")
-    server = Server(home, "--store", "64MiB", "--api-key-file", str(tmp_path / "keys"))
-    for page in opened(browser, server.url, model=""):
+    running = server("--store", "64MiB", "--api-key-file", str(tmp_path / "keys"))
+    for page in opened(browser, running.url, model=""):
         expect(page.locator("#state")).to_contain_text("key")
         say(page, "anybody?")
         assert "No answer" in page.inner_text(".error")
@@ -392,4 +391,3 @@ def test_a_server_with_keys_answers_once_one_is_typed(browser, home, tmp_path):
         expect(page.locator("#state")).to_have_text("")
         assert len(asked(page, lambda page=page: say(page, "and now?", ended=False))["messages"]) == 1
         assert page.locator(".assistant .reuse").count() == 1
-    server.end()
