@@ -140,7 +140,8 @@ class AwqLinear(torch.nn.Module):
         put them there.
         """
         groups, outputs = self.in_features // self.group, self.out_features
-        shapes = (self.in_features, outputs // 8), (groups, outputs // 8), (groups, outputs), (outputs,)
+        words = (1,) * in_panels(self.qweight) + (self.in_features, outputs // 8)
+        shapes = words, (groups, outputs // 8), (groups, outputs), (outputs,)
         for tensor, (name, kind), shape in zip(held, HELD, shapes, strict=True):
             if tensor is None and name == "bias":
                 continue
@@ -156,15 +157,16 @@ class AwqLinear(torch.nn.Module):
         if x.shape[-1] != self.in_features:
             raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
         rows = x.detach().reshape(-1, self.in_features)
-        packed = (self.qweight.numpy(), self.qzeros.numpy(), self.scales.numpy())
+        panels = in_panels(self.qweight)
+        words = self.qweight[0] if panels else self.qweight
+        packed = (words.numpy(), self.qzeros.numpy(), self.scales.numpy())
         step = max(8, TILE_BYTES // (x.dtype.itemsize * self.in_features) // 8 * 8)
         out = rows.new_empty((len(rows), self.out_features))
         for start in range(0, self.out_features, step):
             width = min(step, self.out_features - start)
             tile = torch.empty((self.in_features, width), dtype=x.dtype)
             bits = tile.view(torch.int16).numpy().view("uint16")
-            threads, panels = torch.get_num_threads(), in_panels(self.qweight)
-            awq.dequantise(bits, start, *packed, self.group, threads, panels=panels)
+            awq.dequantise(bits, start, *packed, self.group, torch.get_num_threads(), panels=panels)
             out[:, start : start + width] = rows @ tile
         out = out if self.bias is None else out + self._bias(x.dtype)
         return out.reshape(*x.shape[:-1], self.out_features)
@@ -259,7 +261,10 @@ class AwqLinear(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not (getattr(_saving, "as_they_lie", False) and in_panels(self.qweight)):
+        lying = getattr(_saving, "lying", None)
+        if lying is not None and in_panels(self.qweight):
+            lying.add(id(self.qweight))
+        else:
             destination[prefix + "qweight"] = self._words()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -282,15 +287,15 @@ class AwqLinear(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def as_they_lie() -> Iterator[None]:
-    """Of this thread: state_dict() gives words in panels as they are, marked, and not in the checkpoint's
-    order: of all layers at one time that would be a second copy of the model.
+def as_they_lie() -> Iterator[set[int]]:
+    """Of this thread: state_dict(keep_vars=True) gives words in panels as they are, not in the checkpoint's
+    order, and this their ids: of all layers at one time that would be a second copy of the model.
     """
-    before, _saving.as_they_lie = getattr(_saving, "as_they_lie", False), True
+    before, _saving.lying = getattr(_saving, "lying", None), set()
     try:
-        yield
+        yield _saving.lying
     finally:
-        _saving.as_they_lie = before
+        _saving.lying = before
 
 
 def _flag(done: bool) -> torch.Tensor:

@@ -2,8 +2,8 @@
 a GPU, panels for a CPU.
 
 Owns packing, unpacking and quantising. Never runs a kernel. Invariant: from_lanes(to_lanes(w)) is w, and so
-for panels; which words lie in panels is written on the tensor itself, so that one without that is a
-checkpoint's, whoever put it where it is.
+for panels; which words lie in panels is said by their shape, which stays whoever copies, sends or moves them:
+[1, inputs, outputs / 8].
 """
 
 from __future__ import annotations
@@ -89,19 +89,19 @@ def fits_panels(group: int) -> bool:
 
 
 def in_panels(words: torch.Tensor) -> bool:
-    """Whether this tensor, [inputs, outputs / 8], says that its words lie so."""
-    return getattr(words, "kvclient_panels", False)
+    """Whether the shape of this tensor says that its words lie so."""
+    return words.dim() == 3
 
 
 def mark_panels(words: torch.Tensor) -> torch.Tensor:
-    """The same tensor, [inputs, outputs / 8], which says so from here on."""
-    words.kvclient_panels = True  # type: ignore[attr-defined]
-    return words
+    """The same memory, [inputs, outputs / 8], in the shape that says so."""
+    return words[None]
 
 
 def to_panels(words: torch.Tensor) -> torch.Tensor:
-    """A checkpoint's words in the order native/cpu reads one row after the other (native/kernels.h), marked,
-    in the same shape: tiles of 128 inputs by 16 words; in a tile an input's words lie one behind the other.
+    """A checkpoint's words in the order native/cpu reads one row after the other (native/kernels.h), as
+    [1, inputs, outputs / 8]: tiles of 128 inputs by 16 words; in a tile an input's words lie one behind
+    the other.
     """
     out, start = torch.empty_like(words, memory_format=torch.contiguous_format), 0
     for whole, last in _tiles(out):
@@ -115,6 +115,7 @@ def to_panels(words: torch.Tensor) -> torch.Tensor:
 
 def from_panels(words: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
     """The inverse of to_panels(): [inputs, outputs / 8], or its words start..stop of each input."""
+    words = words[0]
     stop = words.shape[1] if stop is None else stop
     first, behind = start // PANELS_WORDS, -(-stop // PANELS_WORDS)
     parts = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.linear import as_they_lie
-from kvclient.hf.awq.packing import from_panels, in_panels
+from kvclient.hf.awq.packing import from_panels
 from kvclient.hf.model.watch import Attributes, adapter_parameters, adapter_state, adapters, matmul_precision
 from kvclient.hf.streaming.model import streams_of
 
@@ -59,7 +59,7 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     sorted.
     """
     added = {id(p) for module in adapters(model) for p in adapter_parameters(module)}
-    with as_they_lie():
+    with as_they_lie() as panels:
         state = model.state_dict(keep_vars=True)
     named = [
         (name, tensor)
@@ -68,35 +68,43 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     ]
     streams = streams_of(model)
     if streams is None:
-        return _digest_tensors(named)
+        return _digest_tensors(named, panels)
     moving = streams.moving()
     if streams.digests is None:  # one pass over what lies on the disk; each load is verified since
         read = []
         for prefix, layer in streams.filled_layers():
-            with as_they_lie():
+            with as_they_lie() as lying:
                 of_layer = layer.state_dict(prefix=f"{prefix}.", keep_vars=True)
-            read += _digest_rows([(name, tensor) for name, tensor in of_layer.items() if name in moving])
+            read += _digest_rows([item for item in of_layer.items() if item[0] in moving], lying)
         read += [[name, kind, shape, digest] for name, kind, shape, digest in streams.digested_tables()]
         streams.digests = read
-    rows = _digest_rows([(name, tensor) for name, tensor in named if name not in moving])
+    rows = _digest_rows([(name, tensor) for name, tensor in named if name not in moving], panels)
     return hashlib.sha256(encode(sorted(rows + streams.digests))).digest()
 
 
 # ---------------------------------------------------------------- digests
 
 
-def _digest_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    return hashlib.sha256(encode(_digest_rows(named))).digest()
+def _digest_tensors(named: Iterable[tuple[str, torch.Tensor]], panels: Set[int] = frozenset()) -> bytes:
+    return hashlib.sha256(encode(_digest_rows(named, panels))).digest()
 
 
-def _digest_rows(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[Any]]:
-    """By name: its dtype, shape and the SHA-256 of its bytes; of packed words in the checkpoint's order."""
+def _digest_rows(
+    named: Iterable[tuple[str, torch.Tensor]], panels: Set[int] = frozenset()
+) -> list[list[Any]]:
+    """By name: its dtype, shape and the SHA-256 of its bytes; of packed words, whose ids are panels, in the
+    checkpoint's order.
+    """
     named = sorted(named, key=lambda item: item[0])
     # A tied tensor has several names and is read once.
     unique = {_place(tensor): tensor for _, tensor in named}
+
+    def read(tensor: torch.Tensor) -> bytes:
+        return _digest_bytes(from_panels(tensor) if id(tensor) in panels else tensor)
+
     with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as threads:
-        digests = dict(zip(unique, threads.map(_digest_bytes, unique.values()), strict=True))
-    return [[n, str(t.dtype), list(t.shape), digests[_place(t)]] for n, t in named]
+        digests = dict(zip(unique, threads.map(read, unique.values()), strict=True))
+    return [[n, str(t.dtype), list(t.shape[id(t) in panels :]), digests[_place(t)]] for n, t in named]
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -107,8 +115,7 @@ def _digest_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.device.type == "meta":
         raise InvalidArgument("a weight lies on the meta device: its bytes are not there to digest")
     try:
-        words = from_panels(tensor) if in_panels(tensor) else tensor
-        flat = words.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         kind = f"{type(tensor).__name__} of {tensor.dtype}"
         raise InvalidArgument(

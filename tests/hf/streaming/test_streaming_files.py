@@ -9,9 +9,11 @@ bit for bit against the model in memory.
 import copy
 import json
 import os
+import pickle
 import random
 import signal
 import sys
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
 from kvclient.hf.awq.linear import AwqLinear
-from kvclient.hf.awq.packing import from_panels, in_panels, quantise
+from kvclient.hf.awq.packing import from_panels, in_panels, mark_panels, quantise
 from kvclient.hf.model.identity import digest_weights
 from kvclient.hf.speculation import Speculation
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, vocabulary
@@ -228,7 +230,10 @@ def test_a_layer_in_panels_has_the_checkpoints_state_and_bits():
     assert torch.equal(layer.weights(40, 152, torch.float32), awq_twin(state).weights(40, 152, torch.float32))
     for found in (layer.state_dict(), copy.deepcopy(layer).state_dict()):
         assert all(torch.equal(found[name], value) for name, value in state.items())
-    assert torch.equal(copy.deepcopy(layer)(x), wanted)
+    sent = pickle.loads(ForkingPickler.dumps(layer))  # as torch.multiprocessing gives it to a process
+    assert torch.equal(copy.deepcopy(layer)(x), wanted) and torch.equal(sent(x), wanted)
+    sent.qweight = layer.qweight.clone()  # as accelerate moves buffers, by hand
+    assert torch.equal(sent(x), wanted) and torch.equal(sent.state_dict()["qweight"], words)
     layer.load_state_dict(other.state_dict())
     assert layer.qweight is held and torch.equal(layer(x), others), "loaded where the words lie"
     layer.load_state_dict(state, assign=True)
@@ -275,7 +280,7 @@ def test_panels_on_the_disk_are_the_checkpoints_words(tmp_path):
             with open(tmp_path / "kvstored-streaming.bin", "rb") as file:
                 file.seek(stored["piece"][0] + offset)
                 laid = torch.frombuffer(bytearray(file.read(length)), dtype=torch.int32).view(shape)
-            assert panels and torch.equal(from_panels(laid), words[f"model.layers.1.{name}"])
+            assert panels and torch.equal(from_panels(mark_panels(laid)), words[f"model.layers.1.{name}"])
 
 
 # ---------------------------------------------------------------- the vocabulary
