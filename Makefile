@@ -129,9 +129,10 @@ CTEST = $(VENV)/bin/ctest --test-dir build/dev -j $$((2 * $(JOBS))) --output-on-
 
 # Files side by side, two more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
 # `alone` waits for the others (tests/turns.py); what takes long comes first (tests/order.py); the processes are
-# forked behind their imports (tests/workers.py). Plugins that packages bring along are seconds of imports each.
+# forked behind their imports (tests/workers.py). Plugins that packages bring along are seconds of imports each;
+# without hypothesis's the first of its tests would read every module and be called too slow.
 BESIDE = -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder \
-	--disable-plugin-autoload -p xdist -p timeout -p tests.workers
+	--disable-plugin-autoload -p xdist -p timeout -p hypothesispytest -p tests.workers
 
 test: model native-tests ## build and pass the tests
 	@$(CTEST)

@@ -36,7 +36,7 @@ class Server:
         self.url = line.split(" at ")[1].strip()
 
     def get(self, path):
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=300) as answer:
             return answer.status, answer.read().decode()
 
     def post(self, path, body, **headers):
@@ -44,7 +44,7 @@ class Server:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         asked = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
         try:
-            with urllib.request.urlopen(asked, timeout=60) as answer:
+            with urllib.request.urlopen(asked, timeout=300) as answer:
                 return answer.status, answer.headers, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, error.headers, json.load(error)
@@ -53,7 +53,7 @@ class Server:
         asked = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=300) as answer:
             return answer.read().decode()
 
     def chat(self, text, **more):

@@ -28,7 +28,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
 @pytest.fixture
 def client(tiny):
-    return openai.OpenAI(base_url=tiny.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=tiny.url + "/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def said(client, text=TEXT, **more):

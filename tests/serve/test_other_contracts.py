@@ -27,7 +27,7 @@ TOOL = {"name": "look", "description": "Looks.", "input_schema": SCHEMA}
 
 @pytest.fixture
 def client(tiny):
-    return anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0, timeout=300)
 
 
 GIVEN = {"model": "tiny", "messages": ASKED, "extra_body": {"temperature": 0}}  # it has no name there now
