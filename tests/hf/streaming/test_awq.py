@@ -358,3 +358,13 @@ def test_weights_of_another_shape_are_never_read(name):
         places[name] = torch.nn.Parameter(wrong) if name == "bias" else wrong
         with torch.inference_mode(), pytest.raises(InvalidArgument, match=f"{name} is torch"):
             layer(x)
+
+
+def test_words_in_panels_stay_so_in_an_export():
+    """torch.export traces other tensors in the place of the layer's, which have their shape and no more."""
+    layer, x = awq.AwqLinear(192, 136, 64, False, torch.float32), torch.randn(2, 192)
+    layer.qweight.random_(-(2**31), 2**31 - 1)
+    layer.scales.fill_(2**-6)
+    wanted = layer(x)
+    layer.into_panels()
+    torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), wanted)
