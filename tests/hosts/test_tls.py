@@ -184,7 +184,7 @@ def test_whom_the_new_authority_does_not_know_is_heard_no_more(hosts, made, wait
     certificate(made, "n1")
     assert reload(hosts[1]).returncode == 0
     wait_until(lambda: not hosts.peers(1)["n0"]["complete"], "what it told is forgotten")
-    assert hosts.peers(1)["n0"]["state"] == "down"
+    wait_until(lambda: hosts.peers(1)["n0"]["state"] == "down", "it is down")
 
 
 def test_a_stranger_on_the_port_gets_nothing(hosts, made, wait_until):
