@@ -171,6 +171,39 @@ std::vector<Key> Tier::take_batch(Peer& peer) const {
   return keys;
 }
 
+// Asks. `again`: the connection had served before. If it is gone meanwhile (over there certificates were renewed or the daemon
+// was started anew, or a firewall forgot it), that is no reason to call the peer down, and asking twice is as good as asking
+// once: what is open is asked for once more, on a new one. Lets go of the lock meanwhile.
+void Tier::work_on(Lock& lock, size_t p, Stream& stream, Batch& batch, bool again) {
+  Peer& peer = *peers_[p];
+  const auto all = batch.keys.size();
+  const auto ask = [&](bool once_more) {
+    lock.unlock();
+    all ? fetch_batch(p, stream, batch, once_more) : ping(peer, stream);
+    lock.lock();
+  };
+  try {
+    return ask(again);
+  } catch (const Broken& error) {
+    const bool over = all && static_cast<size_t>(std::popcount(batch.ended)) == all;
+    if (!again || over || error.why != Broken::Why::Gone) throw;
+  }
+  lock.lock();
+  stream.receiver.reset(), stream.channel.reset();
+  peer.gone += 1;
+  try {
+    if (stop_ || peer.state != State::Up || stream.identity != peer.identity)
+      throw Broken(Broken::Why::Gone, "it is there no more");
+    open(lock, p, stream);
+  } catch (const Broken&) {
+    if (!lock.owns_lock()) lock.lock();
+    for (size_t i = 0; i < all; ++i)
+      if (!(batch.ended >> i & 1)) ended(p, batch.keys[i], Outcome::Failed, {});
+    throw;
+  }
+  ask(false);
+}
+
 void Tier::fetch_batch(size_t p, Stream& stream, Batch& batch, bool again) {
   Peer& peer = *peers_[p];
   std::vector<Key> open;
@@ -355,28 +388,6 @@ bool Tier::goes_on(const Key& key, Flight& flight) {
   }
   end_flight(key, true);
   return false;
-}
-
-std::vector<Tier::PeerStats> Tier::stats() {
-  Lock lock(mutex_);
-  std::vector<PeerStats> out;
-  for (size_t p = 0; p < peers_.size(); ++p) {
-    static constexpr const char* kStates[] = {"new", "up", "down"};
-    const Peer& peer = *peers_[p];
-    if (peer.left) continue;
-    PeerStats about{};
-    about.node = peer.at.node, about.address = peer.at.host + ":" + std::to_string(peer.at.port);
-    about.state = kStates[static_cast<int>(peer.state)], about.why = peer.why;
-    about.queued = peer.queue.size(), about.in_flight = peer.in_flight;
-    about.rtt_us = peer.rtt_us, about.bytes_per_s = peer.bytes_per_s, about.connects = peer.connects;
-    about.streams = peer.started, about.held = directory_.held(p), about.complete = directory_.complete() >> p & 1;
-    about.lent = peer.places ? loans_.lent() : 0;
-#define X(name) about.name = peer.name;
-    KV_PEER_COUNTERS(X)
-#undef X
-    out.push_back(std::move(about));
-  }
-  return out;
 }
 
 }  // namespace kv::peer

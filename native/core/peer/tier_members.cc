@@ -1,5 +1,5 @@
 // Peers that join and leave while the tier runs. Who left keeps its slot and threads, which wait; a slot is given to another name
-// when all of them are taken and nothing of who had it is left.
+// when all of them are taken and nothing of who had it is left. And what is told of all.
 #include <algorithm>
 
 #include "core/peer/tier.h"
@@ -72,6 +72,28 @@ void Tier::drop_channels(Peer& peer) {
     if (stream.channel) stream.channel->cut();
   if (peer.watch.channel) peer.watch.channel->cut();
   peer.work.notify_all(), peer.up.notify_all();
+}
+
+std::vector<Tier::PeerStats> Tier::stats() {
+  Lock lock(mutex_);
+  std::vector<PeerStats> out;
+  for (size_t p = 0; p < peers_.size(); ++p) {
+    static constexpr const char* kStates[] = {"new", "up", "down"};
+    const Peer& peer = *peers_[p];
+    if (peer.left) continue;
+    PeerStats about{};
+    about.node = peer.at.node, about.address = peer.at.host + ":" + std::to_string(peer.at.port);
+    about.state = kStates[static_cast<int>(peer.state)], about.why = peer.why;
+    about.queued = peer.queue.size(), about.in_flight = peer.in_flight;
+    about.rtt_us = peer.rtt_us, about.bytes_per_s = peer.bytes_per_s, about.connects = peer.connects;
+    about.streams = peer.started, about.held = directory_.held(p), about.complete = directory_.complete() >> p & 1;
+    about.lent = peer.places ? loans_.lent() : 0;
+#define X(name) about.name = peer.name;
+    KV_PEER_COUNTERS(X)
+#undef X
+    out.push_back(std::move(about));
+  }
+  return out;
 }
 
 }  // namespace kv::peer

@@ -1,6 +1,5 @@
 // The connections of the threads that fetch, one for each: made, looked after, given up.
 #include <algorithm>
-#include <bit>
 #include <chrono>
 
 #include "core/base/error.h"
@@ -49,39 +48,6 @@ void Tier::open(Lock& lock, size_t p, Stream& stream) {
   peer.failures = 0, peer.may_return = false;
   become(p, State::Up);
   peer.work.notify_all();
-}
-
-// Asks. `again`: the connection had served before. If it is gone meanwhile (over there certificates were renewed or the daemon
-// was started anew, or a firewall forgot it), that is no reason to call the peer down, and asking twice is as good as asking
-// once: what is open is asked for once more, on a new one. Lets go of the lock meanwhile.
-void Tier::work_on(Lock& lock, size_t p, Stream& stream, Batch& batch, bool again) {
-  Peer& peer = *peers_[p];
-  const auto all = batch.keys.size();
-  const auto ask = [&](bool once_more) {
-    lock.unlock();
-    all ? fetch_batch(p, stream, batch, once_more) : ping(peer, stream);
-    lock.lock();
-  };
-  try {
-    return ask(again);
-  } catch (const Broken& error) {
-    const bool over = all && static_cast<size_t>(std::popcount(batch.ended)) == all;
-    if (!again || over || error.why != Broken::Why::Gone) throw;
-  }
-  lock.lock();
-  stream.receiver.reset(), stream.channel.reset();
-  peer.gone += 1;
-  try {
-    if (stop_ || peer.state != State::Up || stream.identity != peer.identity)
-      throw Broken(Broken::Why::Gone, "it is there no more");
-    open(lock, p, stream);
-  } catch (const Broken&) {
-    if (!lock.owns_lock()) lock.lock();
-    for (size_t i = 0; i < all; ++i)
-      if (!(batch.ended >> i & 1)) ended(p, batch.keys[i], Outcome::Failed, {});
-    throw;
-  }
-  ask(false);
 }
 
 // Lets go of the lock meanwhile.

@@ -1,6 +1,6 @@
-"""Goal: who follows docs/tour.md gets from client.get on one host to the writer on the other in nine files.
+"""Goal: who follows docs/tour.md gets from client.get on one host to the writer on the other in eight files.
 
-Method: the steps of that part of the page are read; together they name nine files, in the order of the way;
+Method: the steps of that part of the page are read; together they name eight files, in the order of the way;
 and what each function does is looked up: it names what takes over, up to the queue, the wire or the memory
 that lies between two of them.
 """
@@ -46,11 +46,11 @@ def body(file: str, function: str) -> str:
     return found[0]
 
 
-def test_the_way_is_nine_files():
+def test_the_way_is_eight_files():
     files = list(dict.fromkeys(file for file, _ in way()))
     assert files[0] == "kvclient/client/client.py"
     assert files[-1] == "native/core/client/block_writer.cc"
-    assert len(files) == 9, files
+    assert len(files) == 8, files
 
 
 def test_each_step_leads_to_the_next():
