@@ -250,11 +250,11 @@ def test_a_changed_byte_in_memory_is_a_miss_everywhere(disk, wait_until, tmp_pat
         keys = new_keys(2)
         layout_id = client.register_layout(SMALL.to_blob())
         with client.create(keys, layout_id, priority=60) as writer:
+            kept = writer[0].layer(1)  # a writer that breaks the rule keeps its array
             for index in range(2):
                 for layer in range(SMALL.num_layers):
                     shape = writer[index].layer(layer).shape
                     writer[index].copy_layer(layer, pattern(keys[index], layer, shape))  # leaves checksums
-            kept = writer[0].layer(1)  # a writer that breaks the rule keeps its array
         wait_until(lambda: len(files(tmp_path)) == 2, "two files")
         with client.get(keys, verify=True) as blocks:
             assert blocks.hits == 2
@@ -352,10 +352,10 @@ def test_the_background_scrub_drops_what_changed_in_memory(disk, wait_until):
         key = new_keys(1)[0]
         layout_id = client.register_layout(SMALL.to_blob())
         with client.create([key], layout_id, priority=10) as writer:
+            kept = writer[0].layer(2)
             for layer in range(SMALL.num_layers):
                 shape = writer[0].layer(layer).shape
                 writer[0].copy_layer(layer, pattern(key, layer, shape))
-            kept = writer[0].layer(2)
         assert client.lookup([key]).resident == 1
         kept.view(np.uint16)[1, 0, 3, 2] ^= 1
         wait_until(lambda: client.lookup([key]).states == b"\0", "the block is dropped")
