@@ -381,15 +381,18 @@ class PrefixSource:
                     _, view, block_format = tail
                 try:
                     block = read(block_format, view, place)
-                except (Closed, InvalidArgument) as error:
+                except (BlockLost, Closed, InvalidArgument) as error:
                     raise Lost(str(error)) from error
                 yield row, start, block, count
 
     def _finish(self) -> None:
         """All layers are here. Followed blocks could not be confirmed before."""
-        for found in (part for prefix in self.found for part in (prefix, *prefix.groups)):
-            for index in found.pending:
-                if not found.confirmed(index, found.views[index]):
-                    raise Lost(f"block {index} holds other tokens than its key says")
-        if not all(confirmed_part(found) for found in self.found if found.part_pending):
-            raise Lost("the part behind holds other tokens than its key says")
+        try:
+            for found in (part for prefix in self.found for part in (prefix, *prefix.groups)):
+                for index in found.pending:
+                    if not found.confirmed(index, found.views[index]):
+                        raise Lost(f"block {index} holds other tokens than its key says")
+            if not all(confirmed_part(found) for found in self.found if found.part_pending):
+                raise Lost("the part behind holds other tokens than its key says")
+        except BlockLost as error:
+            raise Lost(str(error)) from error

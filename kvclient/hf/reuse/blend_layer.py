@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvclient.errors import Closed
+from kvclient.errors import BlockLost, Closed
 from kvclient.hf.cache.layer import Shape, StoreLayer, as_array
 from kvclient.hf.call import Lost
 from kvclient.hf.connector.block_format import BlockFormat
@@ -141,7 +141,7 @@ def place(
     rope: Rope, form: BlockFormat, layer: int, piece: Any, shift: int, storage: torch.Tensor, at: int
 ) -> None:
     """Copies one piece of a block to columns at.. of storage [arrays, 1, heads, columns, head_dim], its keys
-    turned. Raises Lost if the store was closed meanwhile.
+    turned. Raises Lost if the block is gone or the store was closed meanwhile.
     """
     part, where = slice(piece.offset, piece.offset + piece.count), slice(at, at + piece.count)
     stands = form.place(layer)
@@ -156,5 +156,5 @@ def place(
             block = form.read_tensor(piece.view, stands)[:, :, part]
             storage[0, :, :, where] = turned_tensor(rope, layer, block[0], shift)
             storage[1, :, :, where] = block[1].to(storage.device)
-    except Closed as error:
+    except (BlockLost, Closed) as error:
         raise Lost(str(error)) from error

@@ -12,6 +12,7 @@ import torch
 
 import kvclient
 import kvclient.hf
+from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.testing import in_memory_writer
 from tests.hf.zoo import build, generate, prompt
 
@@ -135,6 +136,31 @@ def test_a_follower_publishes_what_lies_beyond(pair, gate, wait_until):
     assert torch.equal(following.result(), plain)
     assert (second.last.followed_tokens, second.last.published_blocks) == (32, 2)
     assert store.stats()["blocks"] == 4
+
+
+def test_a_writer_that_dies_between_the_wait_and_the_read(pair, gate, monkeypatch):
+    """That is a writer who was followed and ended, no failure of the store."""
+    (store, writer, _), (_, follower, second) = pair
+    ids = prompt(70)
+    plain, *_ = generate(build("llama"), ids)
+    closed = gate(store, 2)
+    writing = Call(writer, ids)
+    assert closed.reached.wait(WAIT_S)
+    fits, looked = BlockFormat.fits, []
+
+    def looks(form, view, tokens, layer):
+        found = fits(form, view, tokens, layer)
+        looked.append(layer)
+        if looked.count(1) == 4 and writing.is_alive():  # all blocks of the prompt have this layer
+            closed.error = KeyboardInterrupt()
+            closed.opened.set()
+            writing.join(WAIT_S)
+        return found
+
+    monkeypatch.setattr(BlockFormat, "fits", looks)
+    tokens, *_ = generate(follower, ids)
+    assert isinstance(writing.error, KeyboardInterrupt) and torch.equal(tokens, plain)
+    assert (second.last.followed_lost, second.last.store_error) == (1, None)
 
 
 @pytest.mark.parametrize("layer", [0, 2])
