@@ -113,7 +113,7 @@ model: build $(VENV)/.dev $(VENV)/.hf ## fetch the example model into the user's
 demo: model ## one daemon, several processes, a real model: the first computes, the others hit
 	@$(PY) examples/demo.py
 
-demo-hosts: model ## three daemons as if on three hosts: a prompt through them, one killed, one frozen; then a pool with etcd and Mooncake; ends clean
+demo-hosts: model ## three daemons as if on three hosts: one killed, one frozen; then a pool with etcd and Mooncake
 	@.ci/cluster || echo "etcd and Mooncake cannot be had here: it goes on without a pool"
 	@$(PY) examples/demo_hosts.py
 
@@ -155,7 +155,7 @@ cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in netw
 
 CONTENDERS ?= ours hf
 MINUTES ?= 5
-soak: build $(VENV)/.dev ## clients, daemon, files, the disk, hosts and a pool across machines broken at random, each for MINUTES=5
+soak: build $(VENV)/.dev ## clients, daemon, disk, hosts and a pool across machines broken at random, each for MINUTES=5
 	@$(PY) -m tests.soak --minutes $(MINUTES)
 	@$(PY) -m tests.soak --clients 64 --minutes $(MINUTES)
 	@$(PY) -m tests.soak.hosts --minutes $(MINUTES)
