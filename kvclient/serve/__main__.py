@@ -21,7 +21,7 @@ from typing import Any
 import kvclient
 from kvclient.blocks.chunker import CHUNKERS
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_BLOCK_TOKENS
-from kvclient.serve import listening, settings
+from kvclient.serve import keys, listening, settings
 
 EXAMPLES = """examples:
   kvclient-serve ./SmolLM2                          beside this host's daemon
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     add("--draft-tokens", type=int, default=8, help="guessed for one request at once (default: %(default)s)")
     add("--threads", type=int, help="of torch (default: torch's own)")
     add("--api-key", action="append", default=[], help="may be given several times; shown in `ps`")
-    add("--api-key-file", type=Path, help="one key a line")
+    add("--api-key-file", type=Path, help="one key a line; empty lines and those that begin with # are none")
     add("--allow-origin", action="append", default=[],
         help="of a page elsewhere whose scripts may ask, as https://chat.example; may repeat")  # fmt: skip
     add("--warm", type=Path, help="a text to compute before the first request")
@@ -118,10 +118,14 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if not re.fullmatch(r"https?://[^/\s*]+", origin):
             made.error(f"--allow-origin={origin}; a scheme and a host are wanted, as https://chat.example")
     listening.check(made, chosen)
+    try:
+        chosen.keys = keys.on_command_line(chosen.api_key)
+    except ValueError as error:
+        made.error(f"--api-key: {error}")
     if chosen.api_key_file is not None:
         try:
-            chosen.api_key = [*chosen.api_key, *chosen.api_key_file.read_text().split()]
-        except OSError as error:
+            chosen.keys += keys.in_file(chosen.api_key_file)
+        except (OSError, ValueError) as error:
             made.error(f"--api-key-file: {error}")
     return chosen
 
@@ -191,7 +195,7 @@ def served(chosen: argparse.Namespace) -> Any:
             most = engine.kv._model_state.kv.most_tokens or longest
             length = min(chosen.max_model_len or longest, longest, most)
             yield Asking(
-                engine.tokenizer, name, loop, length, vocabulary, chosen.api_key, ends, store_name(chosen)
+                engine.tokenizer, name, loop, length, vocabulary, chosen.keys, ends, store_name(chosen)
             )
         finally:
             loop.close()
@@ -282,8 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.main(argv[1:])
     chosen = options(argv)
     if chosen.print_config:
-        shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(chosen).items() if k != "api_key"}
-        print(json.dumps({**shown, "api_keys": len(chosen.api_key)}, indent=2))
+        told = {k: v for k, v in vars(chosen).items() if k not in ("api_key", "keys")}
+        shown = {k: str(v) if isinstance(v, Path) else v for k, v in told.items()}
+        print(json.dumps({**shown, "api_keys": len(chosen.keys)}, indent=2))
         return 0
     try:
         from kvclient.serve.http.app import create_app

@@ -51,7 +51,8 @@ def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -
                            allow_headers=["*"], expose_headers=told)  # fmt: skip
 
     def salt(request: Request) -> bytes:
-        return asking.salt_of(request.headers.get("authorization") or request.headers.get("x-api-key"))
+        shown = (request.headers.get(name) for name in ("authorization", "x-api-key"))
+        return asking.salt_of(*(text and text.encode("latin-1") for text in shown))  # bytes, as they came
 
     Salt = Annotated[bytes, Depends(salt)]
     _figures(app, asking, Salt, version)

@@ -1,17 +1,15 @@
 """A request of the contract as jobs of the loop: its tokens, its sampling, and what of it cannot be had.
 
-Owns that translation, the tokenizer, and the names of API keys. Never computes and never answers. Invariant:
+Owns that translation and the tokenizer. Never computes and never answers. Invariant:
 what this server cannot do is an ApiError that names it, before anything is computed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import inspect
-import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +39,9 @@ from kvclient.serve.http.schema import (
     NamedTool,
 )
 from kvclient.serve.http.template import rendered
+from kvclient.serve.keys import Keys
 
 DEFAULT_NEW_TOKENS = 1024
-OF_THIS_PROCESS = secrets.token_bytes(32)
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,15 @@ class Ask:
 
 
 class Asking:
-    """keys: API keys; none: everybody may ask, and shares KV."""
+    """keys: who may ask, and whose KV is whose."""
 
     def __init__(
         self, tokenizer: Any, model_name: str, loop: Loop, max_tokens: int, vocabulary: int,
-        keys: Sequence[str] = (), ends: frozenset[int] = frozenset(), store: str = "",
+        keys: Iterable[bytes] = (), ends: frozenset[int] = frozenset(), store: str = "",
     ) -> None:  # fmt: skip
         self.store = store  # names the KV it reads, for a router
         self.tokenizer, self.model_name, self.loop, self.max_tokens = tokenizer, model_name, loop, max_tokens
-        self._keys = {_digest(key.encode()): _salt(key) for key in keys}
+        self._keys = Keys(keys)
         self._ends, self._vocabulary = ends, vocabulary
         signature = inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
         self._template_words = {*signature.parameters, "messages", "chat_template"}
@@ -85,17 +83,12 @@ class Asking:
 
     # ---------------------------------------------------------------- who asks
 
-    def salt_of(self, authorization: str | None) -> bytes:
-        """What a key's KV is under. Raises ApiError 401. Compares with all keys in constant time, whatever
-        their lengths are: digests of them."""
-        if not self._keys:
-            return b""
-        shown = _digest((authorization or "").removeprefix("Bearer ").encode(errors="surrogatepass"))
-        matched = [salt for known, salt in self._keys.items() if hmac.compare_digest(known, shown)]
-        if not matched:
+    def salt_of(self, authorization: bytes | None, plain: bytes | None = None) -> bytes:
+        """What the KV of who asks is under, by these headers. Raises ApiError 401."""
+        if (salt := self._keys.salt_of(authorization, plain)) is None:
             text = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, text, "authentication_error")
-        return matched[0]
+        return salt
 
     def store_stats(self) -> dict[str, Any]:
         """The namespace's figures; empty while there is no daemon."""
@@ -325,15 +318,6 @@ class Asking:
         if asked.json_schema is None or asked.json_schema.schema_ is None:
             raise ApiError(400, "response_format json_schema without a schema", param="response_format")
         return asked.json_schema.schema_
-
-
-def _salt(key: str) -> bytes:
-    return hashlib.sha256(b"kvclient-serve key\0" + key.encode()).digest()
-
-
-def _digest(shown: bytes) -> bytes:
-    """To compare by; keyed anew in each process, so that nobody can look for one that is alike."""
-    return hmac.digest(OF_THIS_PROCESS, shown, "sha256")
 
 
 def tool_schema(tools: Sequence[Any], choice: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import urllib.parse
 import pytest
 
 from kvclient.serve.errors import ApiError
-from kvclient.serve.http.asking import Asking, _digest, _salt
+from kvclient.serve.http.asking import Asking
+from kvclient.serve.keys import Keys
 
 SECRET = "the-heron-is-in-the-safe"
 NAMED = "https://chat.example"
@@ -75,9 +76,9 @@ def test_a_key_is_compared_with_all_keys_by_digests_of_one_length(monkeypatch, s
         compared.append((len(known), len(presented)))
         return digests(known, presented)
 
-    monkeypatch.setattr("kvclient.serve.http.asking.hmac.compare_digest", counting)
+    monkeypatch.setattr("kvclient.serve.keys.hmac.compare_digest", counting)
     asking = Asking.__new__(Asking)
-    asking._keys = {_digest(key.encode()): _salt(key) for key in ("alice", "bob", "carol")}
+    asking._keys = Keys([b"alice", b"bob", b"carol"])
     with contextlib.suppress(ApiError):
-        assert asking.salt_of(shown)
+        assert asking.salt_of(shown.encode())
     assert compared == [(32, 32)] * 3
