@@ -1,7 +1,8 @@
 """What a user writes into an engine's own configuration for our part of it.
 
-Owns the check that no name is misspelt; never a default. Invariant: an unknown name stops the start, for an
-option that is silently ignored is a cache that silently never hits.
+Owns the check that no name is misspelt and that a value is of its default's kind and within bounds; never a
+default. Invariants: an unknown name stops the start, for an option that is silently ignored is a cache that
+silently never hits; no number leaves here that is none (nan), without an end, or below zero.
 """
 
 from __future__ import annotations
@@ -11,14 +12,40 @@ from typing import Any
 
 from kvclient.errors import InvalidArgument
 
+MAX_SECONDS = 86_400.0
+MAX_COUNT = 1 << 31
+
 
 def with_defaults(
     chosen: Mapping[str, Any], defaults: Mapping[str, Any], where: str, also: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The defaults beneath what was given; `also` names what belongs to the engine and is left out. Raises
-    InvalidArgument for an unknown name.
+    """The defaults beneath what was given; `also` names what belongs to the engine and is left out. A default
+    that is a number, a truth or a text says what the value must be. Raises InvalidArgument for an unknown
+    name, and for a value of another kind or beyond the bounds.
     """
     engines = set(also)
     if unknown := sorted(set(chosen) - set(defaults) - engines):
         raise InvalidArgument(f"{where} has {', '.join(unknown)}; known are {', '.join(defaults)}")
-    return {**defaults, **{name: value for name, value in chosen.items() if name not in engines}}
+    said = {
+        name: _checked(where, name, value, defaults[name])
+        for name, value in chosen.items()
+        if name not in engines
+    }
+    return {**defaults, **said}
+
+
+def _checked(where: str, name: str, value: Any, default: Any) -> Any:
+    if isinstance(default, bool):
+        if not isinstance(value, bool):  # the text "false" would be true
+            raise InvalidArgument(f"{where}: {name}={value!r}; it must be true or false")
+        return value
+    if not isinstance(default, int | float):
+        return value
+    kind, most = (int, MAX_COUNT) if isinstance(default, int) else (float, MAX_SECONDS)
+    try:
+        number = kind(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or isinstance(value, bool) or not 0 <= number <= most or number != float(value):
+        raise InvalidArgument(f"{where}: {name}={value!r}; it must be a number of 0 to {most:g}")
+    return number

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Unif
 
 import kvclient
 from kvclient.errors import InvalidArgument
+from kvclient.integrations.options import with_defaults
 from kvclient.integrations.vllm.events import checked_endpoints
 from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
 from kvclient.integrations.vllm.identity import model_identity
@@ -43,7 +44,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        options = {**OPTIONS, **_known(transfer.kv_connector_extra_config)}
+        options = with_defaults(transfer.kv_connector_extra_config, OPTIONS, "kv_connector_extra_config")
         if transfer.kv_load_failure_policy != "recompute":
             raise InvalidArgument(
                 f'kv_load_failure_policy={transfer.kv_load_failure_policy!r}; it must be "recompute": '
@@ -164,14 +165,6 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduling is not None:
             self._scheduling.close()
         self._client.close()
-
-
-def _known(extra: dict[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(extra) - set(OPTIONS)):
-        raise InvalidArgument(
-            f"kv_connector_extra_config has {', '.join(unknown)}; known are {', '.join(OPTIONS)}"
-        )
-    return extra
 
 
 def _sends_ahead(config: Any) -> bool:
