@@ -218,7 +218,9 @@ def _errors(app: FastAPI) -> None:
         place = ".".join(str(part) for part in first["loc"] if part != "body" and not isinstance(part, int))
         if first["type"] == "extra_forbidden":
             return _shown(unsupported(place), request.url.path)
-        told = ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None)
+        value = first.get("input")
+        shown = f", not {value!r:.40}" if isinstance(value, int | float) else ""  # of a text nothing is told
+        told = ApiError(400, f"{place or 'body'}: {first['msg']}{shown}", param=place or None)
         return _shown(told, request.url.path)
 
     @app.exception_handler(UnicodeEncodeError)

@@ -81,8 +81,9 @@ class Common(Strict):
     @field_validator("logit_bias")
     @classmethod
     def _biases(cls, value: Any) -> Any:
-        if value and any(not -100 <= bias <= 100 for bias in value.values()):
-            raise ValueError("a bias must be in -100..100")
+        wrong = next((bias for bias in (value or {}).values() if not -100 <= bias <= 100), None)
+        if wrong is not None:
+            raise ValueError(f"a bias must be in -100..100, not {wrong!r}")
         return value
 
 
