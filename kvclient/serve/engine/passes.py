@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf import layers
@@ -19,12 +20,14 @@ from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.cache.device import DeviceLayer
 from kvclient.hf.cache.ragged import RaggedLayer, step
 from kvclient.hf.cache.ragged_device import Known, RaggedDeviceLayer
-from kvclient.hf.model.own_caches import keeps_states
+from kvclient.hf.model.own_caches import empty_cache, keeps_states
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.speculation import Draft, score
 from kvclient.serve.engine.job import Job
 from kvclient.serve.engine.sampling import Chosen, chosen
 
+FED_IN_PIECES = (DynamicLayer, DynamicSlidingWindowLayer)
+SCORED_TOKENS = 512  # whose logits are held at a time
 RATE_TOKENS = 64  # computed in one call: fewer say little about a prompt's cost a token
 
 
@@ -73,14 +76,23 @@ class Passes:
         return [rows.cpu() for rows in logits]
 
     def prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
-        """Of each token of the prompt, ids [1, tokens]: a pass of its own, as scoring wants all logits. None
-        of one that comes again with what it said: they were told."""
+        """Of each token of the prompt, ids [1, tokens]: a pass of its own, as scoring wants all logits; of
+        SCORED_TOKENS at a time, for those of a long prompt are larger than the model, but where layers keep
+        states, which go on token by token only. None of one that comes again: they were told."""
         if job.tokens:
             return ()
-        logits = type(self._model).forward(self._model, input_ids=ids, use_cache=False).logits[0].float()
-        told = [chosen(row, token, job.prompt_logprobs or 0)
-                for row, token in zip(logits[:-1], job.prompt[1:], strict=True)]  # fmt: skip
-        return (None, *told)
+        told: list[Chosen | None] = [None]
+        cache = _of_pieces(self._model) if ids.shape[1] > SCORED_TOKENS else None
+        for piece in (ids,) if cache is None else ids.split(SCORED_TOKENS, dim=1):
+            if job.cancelled:
+                return ()
+            out = type(self._model).forward(
+                self._model, input_ids=piece, past_key_values=cache, use_cache=cache is not None
+            )
+            for row in out.logits[0]:
+                if len(told) < len(job.prompt):  # what is behind the last is of the answer
+                    told.append(chosen(row.float(), job.prompt[len(told)], job.prompt_logprobs or 0))
+        return tuple(told)
 
     def note_rate(self, tokens: int, seconds: float) -> None:
         """Of a call of which the prompt's tokens are most of the work."""
@@ -91,6 +103,12 @@ class Passes:
     def cold_s(self, tokens: int) -> float | None:
         """What computing so many tokens would take; None: not known yet."""
         return self.token_s * tokens or None
+
+
+def _of_pieces(model: torch.nn.Module) -> Any:
+    """An empty cache that a prompt can be fed to in pieces; None: this model's cannot."""
+    cache = empty_cache(model)
+    return cache if all(type(layer) in FED_IN_PIECES for layer in cache.layers) else None
 
 
 def cut_back(*jobs: Any) -> None:
