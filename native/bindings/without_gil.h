@@ -1,8 +1,10 @@
-// A scope without the GIL, for calls that wait.
+// A scope without the GIL, for calls that wait or move much.
 #pragma once
 
 #include <Python.h>
 #include <unistd.h>
+
+#include <cstdint>
 
 namespace kv {
 
@@ -26,5 +28,15 @@ class WithoutGil {
  private:
   PyThreadState* const state_;
 };
+
+// Copies and checksums from here on let other threads run; for shorter ones the hand-over costs more than it gives.
+inline constexpr uint64_t kReleaseBytes = 1 << 20;
+
+template <class Call>
+auto without_gil(uint64_t bytes, Call call) {
+  if (bytes < kReleaseBytes) return call();
+  const WithoutGil released;
+  return call();
+}
 
 }  // namespace kv

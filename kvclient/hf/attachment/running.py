@@ -269,8 +269,9 @@ def _request(
     # Entries, and positions beside an indexer's keys, are counted from a row's first column, padding or not.
     padded = kv.padded and not served.rates and not served.positions[0]
     request = made(
-        client, served, options, kv._memory, kv._pace, kv._returned, settings.read, settings.write, padded,
-        started, lambda: not (watch.random() or watch.changed()),
+        client, served, options, memory=kv._memory, pace=kv._pace, returned=kv._returned,
+        read=settings.read, write=settings.write, padded=padded, started=started,
+        unchanged=lambda: not (watch.random() or watch.changed()),
     )  # fmt: skip
     if trial is None and options.in_place is None:
         request.report.dense = state.adopted.left

@@ -30,7 +30,7 @@ MAX_UNITS = 65_535
 PLACES = 2
 WAIT_S = 5.0  # for a state that lies on disk, or that another process is writing
 TRIES = 3  # to save one
-TOLD = ("turn", "pending", "tokens", "dropped", "head_wanted", "head", "older", "recent")
+FIELDS = ("turn", "pending", "tokens", "dropped", "head_wanted", "head", "older", "recent")
 
 
 @dataclass
@@ -61,12 +61,12 @@ class SavedState:
 
     def newest(self) -> int:
         """The turn of the newest state there is; 0 if there is none."""
-        return max((told["turn"] for told in map(self._told, range(PLACES)) if told is not None), default=0)
+        return max((header["turn"] for header in self._headers() if header is not None), default=0)
 
     def load(self, cache: WindowCache) -> State | None:
         """Fills an empty cache with the newest state. None if there is none."""
-        told = [self._told(place) for place in range(PLACES)]
-        known = [(entry["turn"], place) for place, entry in enumerate(told) if entry is not None]
+        headers = enumerate(self._headers())
+        known = [(header["turn"], place) for place, header in headers if header is not None]
         if not known:
             return None
         blocks = self._client.get([self._keys[max(known)[1]]], wait_s=WAIT_S)
@@ -116,15 +116,18 @@ class SavedState:
 
     def _place(self, turn: int) -> int:
         """Where that turn lies already, or else the older state."""
-        told = [self._told(place) for place in range(PLACES)]
-        turns = [0 if header is None else header["turn"] for header in told]
+        turns = [0 if header is None else header["turn"] for header in self._headers()]
         return turns.index(turn if turn in turns else min(turns))
 
     def forget(self) -> None:
         """Deletes its blocks from the store."""
         self._client.delete(self._keys)
 
-    def _told(self, place: int) -> dict[str, int] | None:
+    def _headers(self) -> list[dict[str, int] | None]:
+        """Of each place what its state says of itself."""
+        return [self._header_at(place) for place in range(PLACES)]
+
+    def _header_at(self, place: int) -> dict[str, int] | None:
         blocks = self._client.get([self._keys[place]], wait_s=WAIT_S)
         try:
             view = blocks[0]
@@ -137,19 +140,22 @@ class SavedState:
 
 def _header_bytes(cache: WindowCache, state: State) -> np.ndarray:
     layer = cache.layers[0]
-    parts = (layer.head.shape[2], len(layer.older), layer.recent.shape[2])
-    told = (state.turn, state.pending, cache.tokens, cache.dropped, cache.head_tokens, *parts)
-    return np.frombuffer(json.dumps(dict(zip(TOLD, told, strict=True))).encode(), np.uint8)
+    header = {
+        "turn": state.turn, "pending": state.pending, "tokens": cache.tokens, "dropped": cache.dropped,
+        "head_wanted": cache.head_tokens, "head": layer.head.shape[2], "older": len(layer.older),
+        "recent": layer.recent.shape[2],
+    }  # fmt: skip
+    return np.frombuffer(json.dumps(header).encode(), np.uint8)
 
 
 def _header(view: Any) -> dict[str, int] | None:
     text = view.layer(0).reshape(-1)[:UNIT].tobytes().rstrip(b"\0")
     try:
-        told = json.loads(text)
-    except ValueError:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
         return None
-    whole = isinstance(told, dict) and all(type(told.get(name)) is int for name in TOLD)
-    return told if whole and min(told[name] for name in TOLD if name != "pending") >= 0 else None
+    whole = isinstance(header, dict) and all(type(header.get(name)) is int for name in FIELDS)
+    return header if whole and min(header[name] for name in FIELDS if name != "pending") >= 0 else None
 
 
 def _pack(layer: WindowLayer) -> np.ndarray:

@@ -48,7 +48,7 @@ class Request:
     """Made when generate() is called; its prefill() runs in the place of the model's own."""
 
     def __init__(
-        self, client: Any, served: ServedModel, options: Options, memory: Memory, pace: PrefillSpeed,
+        self, client: Any, served: ServedModel, options: Options, *, memory: Memory, pace: PrefillSpeed,
         returned: Returned, read: bool, write: bool, padded: bool, started: float,
         unchanged: Callable[[], bool],
     ) -> None:  # fmt: skip

@@ -21,8 +21,6 @@ namespace nb = nanobind;
 namespace kv {
 namespace {
 
-constexpr uint64_t kReleaseBytes = 1 << 20;  // copies from here on let other threads run
-
 // Keeps the Blocks it came from: a count under the GIL is cheaper than a shared pointer's, a hundred times a get.
 struct BlockView {
   nb::object owner;
@@ -55,7 +53,7 @@ double timeout_of(const std::optional<double>& timeout_s, const BlockBatch& batc
 }
 
 // A view's buffer is the block itself: one object less for what every reader does.
-int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+int block_buffer(PyObject* self, Py_buffer* view, int flags) {
   const BlockView* block = nb::inst_ptr<BlockView>(self);
   try {
     if (block->item().at.control.state() != State::Sealed) block->need(block->layout().num_layers() - 1);
@@ -80,7 +78,7 @@ void release_buffer(PyObject* self, Py_buffer*) {
   block->batch->let_go(block->index);
 }
 
-PyType_Slot block_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+PyType_Slot block_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(block_buffer)},
                              {Py_bf_releasebuffer, reinterpret_cast<void*>(release_buffer)},
                              {0, nullptr}};
 
@@ -99,7 +97,7 @@ nb::object block_at(nb::handle_t<Blocks> self, Py_ssize_t i) {
   return nb::cast(BlockView{nb::borrow(self), blocks.batch, static_cast<size_t>(i)});
 }
 
-nb::object list_of(nb::handle_t<Blocks> self, Py_ssize_t start, Py_ssize_t step, Py_ssize_t count) {
+nb::object blocks_of(nb::handle_t<Blocks> self, Py_ssize_t start, Py_ssize_t step, Py_ssize_t count) {
   nb::object out = nb::steal(PyList_New(count));
   if (!out.is_valid()) throw nb::python_error();
   for (Py_ssize_t k = 0; k < count; ++k) PyList_SET_ITEM(out.ptr(), k, block_at(self, start + k * step).release().ptr());
@@ -116,7 +114,7 @@ nb::object get_item(nb::handle_t<Blocks> self, nb::handle index) {
   if (PySlice_Unpack(index.ptr(), &start, &stop, &step) != 0) throw nb::python_error();
   const auto size = static_cast<Py_ssize_t>(nb::inst_ptr<Blocks>(self)->batch->size());
   const Py_ssize_t count = PySlice_AdjustIndices(size, &start, &stop, step);
-  return list_of(self, start, step, count);
+  return blocks_of(self, start, step, count);
 }
 
 uint32_t layer_of(const BlockBatch::Item& item, long long layer) {
@@ -191,12 +189,7 @@ std::vector<size_t> copy_layer(nb::handle_t<Blocks> self, long long number, nb::
         wrong.push_back(i);
     }
   };
-  if (total < kReleaseBytes) {
-    copy();
-    return wrong;
-  }
-  const WithoutGil released;
-  copy();
+  without_gil(total, copy);
   return wrong;
 }
 
@@ -291,7 +284,7 @@ void bind_blocks(nb::module_& m) {
       .def("__iter__",
            [](nb::handle_t<Blocks> self) {
              const auto size = static_cast<Py_ssize_t>(nb::inst_ptr<Blocks>(self)->batch->size());
-             return nb::iter(list_of(self, 0, 1, size));
+             return nb::iter(blocks_of(self, 0, 1, size));
            })
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
       .def(

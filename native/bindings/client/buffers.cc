@@ -16,8 +16,6 @@ namespace {
 
 using Array = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
-std::string class_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
-
 // Ours follows. Any other error came out of the caller's own code and is passed on.
 void clear_type_error() {
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
@@ -83,7 +81,7 @@ T take_int(nb::handle item, const char* name, size_t i) {
   const nb::object index = nb::steal(PyNumber_Index(item.ptr()));  // an int is its own index
   if (!index.is_valid()) {
     clear_type_error();
-    raise("InvalidArgument", std::string(name) + "[" + std::to_string(i) + "] is of type " + class_name(item) + ", not an int");
+    raise("InvalidArgument", std::string(name) + "[" + std::to_string(i) + "] is of type " + class_of(item) + ", not an int");
   }
   if constexpr (std::is_same_v<T, int32_t>) {
     int overflow = 0;
@@ -119,7 +117,7 @@ Integers<T> integers(nb::handle source, const char* name, size_t columns) {
   const nb::object items = nb::steal(PySequence_Fast(source.ptr(), ""));
   if (!items.is_valid()) {
     clear_type_error();
-    raise("InvalidArgument", std::string(name) + " must be a sequence or a buffer of ints, not " + class_name(source));
+    raise("InvalidArgument", std::string(name) + " must be a sequence or a buffer of ints, not " + class_of(source));
   }
   out.converted.resize(PySequence_Fast_GET_SIZE(items.ptr()));
   for (size_t i = 0; i < out.converted.size(); ++i) {
@@ -155,7 +153,7 @@ Bytes::Bytes(nb::handle source, const char* name, bool writable) {
     owner_ = nb::borrow(source);
     return;
   }
-  raise("InvalidArgument", std::string(name) + " of type " + class_name(source) + " is not a contiguous " +
+  raise("InvalidArgument", std::string(name) + " of type " + class_of(source) + " is not a contiguous " +
                                (writable ? "writable " : "") + "buffer in CPU memory");
 }
 

@@ -23,16 +23,6 @@ namespace {
 
 constexpr size_t kDigestWords = sizeof(Key) / sizeof(uint64_t);
 
-// Copies and checksums from here on let other threads run; for shorter ones the hand-over costs more than it gives.
-constexpr size_t kReleaseBytes = 1 << 20;
-
-template <class Call>
-auto without_gil(size_t bytes, Call call) {
-  if (bytes < kReleaseBytes) return call();
-  const WithoutGil released;
-  return call();
-}
-
 // Tokens of each chunk, as a chain that is cut by content is given them.
 std::vector<uint32_t> counts_of(nb::handle counts, size_t tokens, long long block_tokens) {
   const Integers<int32_t> checked = integers<int32_t>(counts, "counts");

@@ -24,12 +24,12 @@ double now_s() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+int memory_buffer(PyObject* self, Py_buffer* view, int flags) {
   Memory* memory = nb::inst_ptr<Memory>(self);
   return PyBuffer_FillInfo(view, self, memory->data, static_cast<Py_ssize_t>(memory->length), memory->batch ? 1 : 0, flags);
 }
 
-PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
+PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(memory_buffer)}, {0, nullptr}};
 
 struct Shape4 {
   size_t dims[4];
@@ -93,10 +93,8 @@ nb::dlpack::dtype element(const Layout& layout, size_t dimensions) {
   return nb::dtype<uint8_t>();
 }
 
-std::string class_name(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
-
 std::string described(PyObject* item) {
-  if (!PyBytes_Check(item)) return "of type " + class_name(item);
+  if (!PyBytes_Check(item)) return "of type " + class_of(item);
   return std::to_string(PyBytes_GET_SIZE(item)) + " bytes";
 }
 
@@ -125,7 +123,7 @@ KeysArgument::KeysArgument(nb::handle source) {
     }
   } else {
     if (!PyObject_CheckBuffer(source.ptr()))
-      raise("InvalidArgument", "keys are a chain, a list of 32-byte keys or a packed buffer; got " + class_name(source));
+      raise("InvalidArgument", "keys are a chain, a list of 32-byte keys or a packed buffer; got " + class_of(source));
     const Bytes bytes(source, "keys", false);
     if (bytes.size() % kKeyBytes)
       raise("InvalidArgument", "packed keys have " + std::to_string(bytes.size()) + " bytes; it must be a multiple of 32");

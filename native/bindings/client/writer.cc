@@ -23,8 +23,6 @@ struct Writer {
 
 namespace {
 
-constexpr uint64_t kReleaseBytes = 1 << 20;  // copies from here on let other threads run
-
 struct GrantedBlock {
   std::shared_ptr<BlockWriter> grants;
   size_t index;
@@ -71,9 +69,7 @@ void copy_layers(const GrantedBlock& block, uint32_t first, uint32_t count, nb::
       from += block.layout().layer_bytes(i, block.tokens());
     }
   };
-  if (want < kReleaseBytes) return copy();
-  const WithoutGil released;
-  copy();
+  without_gil(want, copy);
 }
 
 const char* word(Grant status) {
@@ -111,7 +107,7 @@ size_t checked_index(const Writer& writer, Py_ssize_t i) {
 }
 
 // One layer of several blocks out of rows of the caller's memory.
-void copy_layer(const Writer& writer, long long number, nb::handle source, nb::handle indices, nb::handle offsets) {
+void write_layer(const Writer& writer, long long number, nb::handle source, nb::handle indices, nb::handle offsets) {
   const Bytes bytes(source, "source", false);
   const Places places(indices, offsets);
   std::vector<std::pair<size_t, const uint8_t*>> rows;
@@ -130,9 +126,7 @@ void copy_layer(const Writer& writer, long long number, nb::handle source, nb::h
   auto copy = [&] {
     for (const auto& [index, row] : rows) writer.grants->copy_layer(index, layer, row);
   };
-  if (total < kReleaseBytes) return copy();
-  const WithoutGil released;
-  copy();
+  without_gil(total, copy);
 }
 
 std::vector<size_t> chosen(const Writer& writer, std::optional<Py_ssize_t> index) {
@@ -241,7 +235,7 @@ void bind_writer(nb::module_& m) {
             return out;
           },
           "The indices of the keys that are this writer's to fill.")
-      .def("copy_layer", copy_layer, nb::arg("layer"), nb::arg("source").none(), nb::arg("indices"), nb::arg("offsets"),
+      .def("copy_layer", write_layer, nb::arg("layer"), nb::arg("source").none(), nb::arg("indices"), nb::arg("offsets"),
            "Copies that layer of the granted blocks at `indices` out of `source`, a contiguous buffer or CPU tensor, each from\n"
            "its offset in bytes, with its checksum on the way. Raises InvalidArgument, Closed, IndexError, NoSpace.")
       .def(

@@ -37,7 +37,7 @@ nb::list sessions(kv::SessionServer& server) {
   return out;
 }
 
-std::vector<Latency> latencies(kv::SessionServer& server) {
+std::vector<Latency> server_latencies(kv::SessionServer& server) {
   std::vector<Latency> out;
   for (const auto& read : server.latencies()) out.emplace_back(read.name, read.operation, read.counts);
   return out;
@@ -139,7 +139,7 @@ NB_MODULE(_core, m) {
       .def("start", &kv::SessionServer::start)
       .def("stop", &kv::SessionServer::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("sessions", sessions)
-      .def("latencies", latencies)
+      .def("latencies", server_latencies)
       .def("token", token, nb::arg("shown"))
       .def(
           "set_tenants",

@@ -144,7 +144,7 @@ nb::dict list(Store& store, uint32_t next, uint32_t limit, const nb::bytes& pref
   return out;
 }
 
-nb::dict stats(Store& store) {
+nb::dict store_stats(Store& store) {
   const kv::Stats s = [&] {
     nb::gil_scoped_release release;
     return store.stats();
@@ -308,7 +308,7 @@ void bind_store(nb::module_& m) {
       .def("flush", &flush, nb::call_guard<nb::gil_scoped_release>())
       .def("ask_pins_back", &Store::ask_pins_back, nb::arg("session"))
       .def("list", &list, nb::arg("next"), nb::arg("limit"), nb::arg("key_prefix"), nb::arg("min_uses"))
-      .def("stats", &stats)
+      .def("stats", &store_stats)
       .def("check_integrity", &Store::check_integrity, nb::call_guard<nb::gil_scoped_release>())
       .def("scrub", &scrub, nb::arg("from_record"), nb::arg("limit_bytes"))
       .def("open_owner", &Store::open_owner)

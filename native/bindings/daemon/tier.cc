@@ -48,7 +48,7 @@ ChosenEngine open_directory(Tier& self, uint8_t number) {
   return chosen;
 }
 
-nb::dict stats(Tier& self) {
+nb::dict tier_stats(Tier& self) {
   const DiskTier::Stats s = [&] {
     nb::gil_scoped_release release;
     return self.tier->stats();
@@ -65,7 +65,7 @@ nb::dict stats(Tier& self) {
   return out;
 }
 
-std::vector<Latency> latencies(Tier& self) {
+std::vector<Latency> tier_latencies(Tier& self) {
   return {{"", "load", self.tier->load_latency().read()}, {"", "write", self.tier->write_latency().read()}};
 }
 
@@ -117,7 +117,7 @@ void bind_tier(nb::module_& m) {
       .def(
           "stop", [](Tier& self) { self.tier->stop(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("set_quota", [](Tier& self, uint64_t bytes) { self.tier->set_quota(bytes); })
-      .def("stats", stats)
-      .def("latencies", latencies)
+      .def("stats", tier_stats)
+      .def("latencies", tier_latencies)
       .def("conditions", [](Tier& self) { return self.tier->conditions(); });
 }

@@ -18,6 +18,7 @@ inline uint64_t monotonic_ns() {
   ::clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
 }
+inline uint64_t monotonic_ms() { return monotonic_ns() / 1'000'000; }
 
 // Between two looks at memory.
 inline void relax() {

@@ -9,8 +9,8 @@
 namespace kv {
 namespace {
 
-constexpr size_t kAhead = 12;      // windows between a prefetch and its use
-constexpr size_t kStretch = 4096;  // windows whose fingerprints are computed at a time, so that they stay in the cache
+constexpr size_t kWindowsAhead = 12;  // windows between a prefetch and its use
+constexpr size_t kStretch = 4096;     // windows whose fingerprints are computed at a time, so that they stay in the cache
 
 }  // namespace
 
@@ -24,9 +24,9 @@ std::vector<Placed> search(const Index& index, uint64_t base, std::span<const in
   for (size_t first = 0; first < windows; first += kStretch) {
     const size_t count = std::min(kStretch, windows - first);
     window_fingerprints(base, tokens.data() + first, count + window - 1, window, fingerprints.data());
-    for (size_t i = 0; i < std::min(kAhead, count); ++i) index.finder().prefetch(Finder::by_fingerprint(fingerprints[i]));
+    for (size_t i = 0; i < std::min(kWindowsAhead, count); ++i) index.finder().prefetch(Finder::by_fingerprint(fingerprints[i]));
     for (size_t i = 0; i < count; ++i) {
-      if (i + kAhead < count) index.finder().prefetch(Finder::by_fingerprint(fingerprints[i + kAhead]));
+      if (i + kWindowsAhead < count) index.finder().prefetch(Finder::by_fingerprint(fingerprints[i + kWindowsAhead]));
       const size_t found = index.sightings(Finder::by_fingerprint(fingerprints[i]), seen, on_disk);
       for (size_t k = 0; k < found; ++k) {
         size_t& end = ends[seen[k].record];

@@ -19,8 +19,6 @@ constexpr uint32_t kBuffers = 8;    // of a directory: reads under way, or done 
 constexpr int kIdleMs = 1000;
 constexpr uint64_t kLastRemovalsMs = 50;  // of the 200 that a daemon has to end
 
-uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
-
 void watch(int epoll, int fd) {
   epoll_event event{};
   event.events = EPOLLIN;
@@ -158,7 +156,7 @@ Presence DiskTier::promote(const Key& key, uint32_t priority) {
   if (deleted(key, entry) || (!entry && (listed_ || !is_open(home(key))))) return Presence::Missing;
   if (loading_.contains(key)) return Presence::Missing;
   if (const auto vain = in_vain_.find(key); vain != in_vain_.end()) {
-    if (now_ms() < vain->second) return Presence::Missing;
+    if (monotonic_ms() < vain->second) return Presence::Missing;
     in_vain_.erase(vain);
   }
   const uint8_t directory = entry ? entry->directory : home(key);
@@ -285,8 +283,8 @@ void DiskTier::run() {
     if (!loads_.empty() || !writes_.empty()) wait(kIdleMs);
   }
   // What was deleted until now. What is not done in time the next daemon does.
-  const uint64_t end_ms = now_ms() + kLastRemovalsMs;
-  for (bool more = true; more && now_ms() < end_ms;) {
+  const uint64_t end_ms = monotonic_ms() + kLastRemovalsMs;
+  for (bool more = true; more && monotonic_ms() < end_ms;) {
     remove_doomed(end_ms);
     std::lock_guard lock(mutex_);
     more = more_goes();
@@ -296,7 +294,7 @@ void DiskTier::run() {
 
 // One round of everything. True if there is more to do at once.
 bool DiskTier::turn() {
-  turned_ms_ = now_ms();
+  turned_ms_ = monotonic_ms();
   take_arrivals();
   remove_doomed();
   reap();
@@ -328,7 +326,7 @@ void DiskTier::reap() {
   for (Place& place : places_) {
     Transfer* done[kMaxDepth];
     const size_t count = place.at.engine->completed(done);
-    if (count) place.answered_ms = now_ms();
+    if (count) place.answered_ms = monotonic_ms();
     for (size_t i = 0; i < count; ++i) {
       Step& step = *static_cast<Step*>(done[i]->user);
       step.load ? load_step_done(step) : write_step_done(step);
@@ -351,7 +349,7 @@ bool DiskTier::try_submit(Step& step, Place& place) {
     if (!(step.buffer = place.staging.take())) return false;
     step.transfer.parts[0].iov_base = step.buffer;
   }
-  if (!place.at.engine->in_flight()) place.answered_ms = now_ms();
+  if (!place.at.engine->in_flight()) place.answered_ms = monotonic_ms();
   return place.at.engine->submit(&step.transfer);
 }
 

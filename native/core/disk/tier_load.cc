@@ -313,7 +313,7 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
     loading_.erase(load.key);
     if (outcome == Outcome::NoSpace || outcome == Outcome::Failed || outcome == Outcome::Unknown) {
       if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
-      in_vain_[load.key] = monotonic_ns() / 1'000'000 + kInVainMs;
+      in_vain_[load.key] = monotonic_ms() + kInVainMs;
     }
     if (!writing_.contains(load.key)) cancelled_.erase(load.key);
     waiting_bytes_.fetch_sub(load.waiting_bytes, std::memory_order_relaxed);

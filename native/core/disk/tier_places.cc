@@ -15,14 +15,12 @@ constexpr uint64_t kFirstPauseMs = 1000, kLongestPauseMs = 60'000;
 constexpr uint32_t kErrorsToPause = 3;
 constexpr uint64_t kLookMs = 1000;
 
-uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
-
 }  // namespace
 
 // What lies there nobody knows: it was not opened yet, or its listing does not return.
 bool DiskTier::is_silent(uint8_t directory) const {
   const uint64_t seen_ms = listings_[directory].seen_ms.load();
-  return !is_open(directory) || (seen_ms && now_ms() >= seen_ms + hangs_after_ms_);
+  return !is_open(directory) || (seen_ms && monotonic_ms() >= seen_ms + hangs_after_ms_);
 }
 
 // It was opened, and no call there is overdue. What is listed without an end is asked by path all the same.
@@ -34,7 +32,7 @@ bool DiskTier::answers(uint8_t directory) const {
 
 bool DiskTier::well(uint8_t directory) const {
   const Place& place = places_[directory];
-  return answers(directory) && now_ms() >= std::max(place.reading.paused_until_ms, place.writing.paused_until_ms);
+  return answers(directory) && monotonic_ms() >= std::max(place.reading.paused_until_ms, place.writing.paused_until_ms);
 }
 
 // A directory that fails again and again is left alone for a while, then probed.
@@ -46,7 +44,7 @@ void DiskTier::went_wrong(uint8_t directory, int error, bool writing, const char
   if (!at_once && fares.errors < kErrorsToPause) return;
   const uint32_t first = at_once ? 1 : kErrorsToPause;  // of a directory that rests for another reason none was counted
   const uint32_t doublings = std::min(std::max(fares.errors, first) - first, 10u);
-  fares.paused_until_ms = now_ms() + std::min(kFirstPauseMs << doublings, kLongestPauseMs);
+  fares.paused_until_ms = monotonic_ms() + std::min(kFirstPauseMs << doublings, kLongestPauseMs);
   fares.ill = true;
   const char* state = error == ENOSPC || error == EDQUOT ? "full" : error == EROFS ? "read_only" : "failed";
   std::lock_guard lock(mutex_);
@@ -73,8 +71,8 @@ void DiskTier::end_condition(uint8_t directory, bool writing) {
 void DiskTier::probe() {
   for (uint8_t d = 0; d < places_.size(); ++d) {
     Place& place = places_[d];
-    if (now_ms() >= place.looked_ms + kLookMs) {
-      place.looked_ms = now_ms();
+    if (monotonic_ms() >= place.looked_ms + kLookMs) {
+      place.looked_ms = monotonic_ms();
       if (answers(d)) look_whether_in_place(d);
       look_whether_it_answers(d);
     }
@@ -119,7 +117,7 @@ void DiskTier::look_whether_in_place(uint8_t directory) {
 // A device that takes transfers and gives none back.
 void DiskTier::look_whether_it_answers(uint8_t directory) {
   const Place& place = places_[directory];
-  const bool hangs = place.at.engine->in_flight() && now_ms() >= place.answered_ms + hangs_after_ms_;
+  const bool hangs = place.at.engine->in_flight() && monotonic_ms() >= place.answered_ms + hangs_after_ms_;
   std::lock_guard lock(mutex_);
   if (hangs)
     conditions_[{directory, Doing::Answering}] = {place.at.path, "failed",
@@ -130,7 +128,7 @@ void DiskTier::look_whether_it_answers(uint8_t directory) {
 
 // A file system that does not return from a call holds one of this tier's threads, so others have to notice.
 void DiskTier::add_hanging(std::vector<Condition>& out) const {
-  const auto long_ago = [&](uint64_t ms) { return ms && now_ms() >= ms + hangs_after_ms_; };
+  const auto long_ago = [&](uint64_t ms) { return ms && monotonic_ms() >= ms + hangs_after_ms_; };
   for (uint8_t d = 0; d < places_.size(); ++d)
     if (const std::string& path = places_[d].at.path; long_ago(listings_[d].seen_ms))
       out.push_back({path, "failed", "listing " + path + " does not return: nothing is written there"});

@@ -36,7 +36,7 @@ bool DiskTier::unlink(const Key& key, uint8_t directory) {
   if (error == 0 || error == -ENOENT || error == -EISDIR) return true;
   if (error != -EAGAIN) went_wrong(directory, -error, true, "removing a file");
   place.stubborn.push_back(key);
-  place.stubborn_until_ms = monotonic_ns() / 1'000'000 + kStubbornMs;
+  place.stubborn_until_ms = monotonic_ms() + kStubbornMs;
   std::lock_guard lock(mutex_);
   if (FileIndex::Entry* entry = index_.find(key)) entry->listed = true;
   return false;
@@ -99,7 +99,7 @@ void DiskTier::keep_doomed() {
 void DiskTier::remove_doomed(uint64_t until_ms) {
   take_deleted();
   retry_stubborn();
-  const auto over = [&] { return stop_.load() && monotonic_ns() / 1'000'000 >= until_ms; };
+  const auto over = [&] { return stop_.load() && monotonic_ms() >= until_ms; };
   std::vector<Key> now;
   size_t leftovers;
   {
@@ -136,7 +136,7 @@ bool DiskTier::remove_next_leftover() {
 void DiskTier::retry_stubborn() {
   for (uint8_t d = 0; d < places_.size(); ++d) {
     Place& place = places_[d];
-    if (place.stubborn.empty() || !well(d) || monotonic_ns() / 1'000'000 < place.stubborn_until_ms) continue;
+    if (place.stubborn.empty() || !well(d) || monotonic_ms() < place.stubborn_until_ms) continue;
     std::lock_guard lock(mutex_);
     doomed_.insert(doomed_.end(), place.stubborn.begin(), place.stubborn.end());
     place.stubborn.clear();

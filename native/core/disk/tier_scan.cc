@@ -74,12 +74,12 @@ bool DiskTier::list(uint8_t directory) {
     if (kind == Stray::Misplaced) misplaced.push_back(*key_of(at.substr(at.rfind('/') + 1)));
   };
   visitor.over = [&] {
-    seen_ms.store(monotonic_ns() / 1'000'000, std::memory_order_relaxed);
+    seen_ms.store(monotonic_ms(), std::memory_order_relaxed);
     return stop_.load();
   };
-  seen_ms = monotonic_ns() / 1'000'000;
+  seen_ms = monotonic_ms();
   places_[directory].at.files->make_directories(fanout_);
-  seen_ms = monotonic_ns() / 1'000'000;
+  seen_ms = monotonic_ms();
   std::string wrong;
   try {
     const Scanned scanned = kv::scan(path, fanout_, visitor);

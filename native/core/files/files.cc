@@ -23,11 +23,6 @@ constexpr int kOpenTries = 256, kLeaseNaps = 60'000;
 constexpr timespec kLeaseNap{0, 1'000'000};
 constexpr ssize_t kWrittenBytes = 32;
 
-std::string_view last_name(std::string_view path) {
-  const size_t slash = path.rfind('/');
-  return slash == path.npos ? path : path.substr(slash + 1);
-}
-
 // As create_temp() made it, and nobody has it by another name.
 bool is_ours(const struct stat& about) {
   return about.st_mode == (S_IFREG | 0600) && about.st_nlink == 1 && about.st_uid == ::geteuid();

@@ -30,6 +30,7 @@ inline constexpr char kDeletedFile[] = "deleted";
 inline constexpr char kWrittenFile[] = "written";
 bool is_note_name(std::string_view name);  // of one of these three
 bool is_temp_name(std::string_view name);  // of a file in DIR/tmp
+inline std::string_view last_name(std::string_view path) { return path.substr(path.rfind('/') + 1); }
 
 struct Written {     // into a directory
   uint32_t day = 0;  // since 1970

@@ -28,8 +28,6 @@ constexpr auto kProgressEvery = std::chrono::milliseconds(250);
 
 std::string text(int error) { return std::strerror(-error); }
 
-std::string_view last_name(std::string_view path) { return path.substr(path.rfind('/') + 1); }
-
 // A file's bytes, read forwards through one window.
 class Reader {
  public:

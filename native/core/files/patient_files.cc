@@ -56,7 +56,7 @@ void PatientFiles::work() {
 }
 
 int PatientFiles::call(const std::shared_ptr<Call>& call) {
-  const uint64_t began_ms = monotonic_ns() / 1'000'000;
+  const uint64_t began_ms = monotonic_ms();
   std::unique_lock lock(mutex_);
   if (overdue_since_ms_.load() != 0) return -ETIMEDOUT;
   calls_.push_back(call);

@@ -229,15 +229,13 @@ Frame Channel::take_head(int timeout_ms) {
   }
   Frame head;
   take(reinterpret_cast<std::byte*>(&head), sizeof head);
-  if (head.magic != kMagic || head.head_crc != crc32c(&head, offsetof(Frame, head_crc)))
-    throw Broken(Broken::Why::Malformed, "what came is no frame");
+  if (head.magic != kMagic || head.head_crc != crc32c(&head, offsetof(Frame, head_crc))) malformed("what came is no frame");
   return head;
 }
 
 void Channel::expect(const Frame& head, Kind kind, uint64_t bytes) {
   if (head.kind == static_cast<uint16_t>(Kind::Refused)) throw Broken(Broken::Why::Refused, "it refused");
-  if (head.kind != static_cast<uint16_t>(kind) || head.bytes != bytes)
-    throw Broken(Broken::Why::Malformed, "a frame that does not belong here");
+  if (head.kind != static_cast<uint16_t>(kind) || head.bytes != bytes) malformed("a frame that does not belong here");
 }
 
 void Channel::take_checked(const Frame& head, std::byte* to) {

@@ -27,6 +27,7 @@ struct Broken : std::runtime_error {
   Broken(Why why, const std::string& text) : std::runtime_error(text), why(why) {}
   Why why;
 };
+[[noreturn]] inline void malformed(const char* what) { throw Broken(Broken::Why::Malformed, what); }
 
 class Channel {
  public:

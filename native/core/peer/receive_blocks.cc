@@ -18,8 +18,6 @@ constexpr uint64_t kMarkBytes = 64 << 10;
 constexpr size_t kMostParked = 1024;
 constexpr uint32_t kMostBeside = 1024;  // frames of one answer that bring no layer: signs of life, layouts, meta areas
 
-[[noreturn]] void malformed(const char* what) { throw Broken(Broken::Why::Malformed, what); }
-
 }  // namespace
 
 BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const Key> keys,
@@ -137,7 +135,7 @@ void BlockReceiver::take_head(const Frame& frame, Item& landing) {
   if (begun && (!(head.layout == landing.known->digest) || head.tokens != landing.tokens)) differs(landing);
   landing.known = store_.find_layout(head.layout);
   const auto& known = landing.known;
-  if (!known) throw Broken(Broken::Why::Malformed, "a layout that is not known here");
+  if (!known) malformed("a layout that is not known here");
   landing.layout = &known->layout;
   if (head.layers != known->layout.num_layers() || head.tokens == 0 || head.tokens > known->layout.block_tokens ||
       head.base_position > kMaxBasePosition)

@@ -6,12 +6,6 @@
 #include "core/peer/receive_blocks.h"
 
 namespace kv::peer {
-namespace {
-
-[[noreturn]] void malformed(const char* what) { throw Broken(Broken::Why::Malformed, what); }
-
-}  // namespace
-
 void take_over(Channel& channel, const Frame& head, Quarantine& loans) {
   if (head.bytes > kMaxControlBytes || head.bytes % sizeof(uint64_t)) malformed("numbers of loans that are none");
   std::vector<uint64_t> over(head.bytes / sizeof(uint64_t));

@@ -48,12 +48,12 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
   request_ = request, from_ = from, sent_ = {};
   std::list<Block> blocks;
   for (const Key& key : keys) begin(blocks.emplace_back(*this, static_cast<uint16_t>(blocks.size()), key));
-  const uint64_t began_ms = monotonic_ns() / 1'000'000;
+  const uint64_t began_ms = monotonic_ms();
   for (uint64_t told_ms = began_ms;;) {
     Block* first = nullptr;
     for (Block& block : blocks)
       if (!block.done && !advance(block) && !first) first = &block;
-    const uint64_t now_ms = monotonic_ns() / 1'000'000;
+    const uint64_t now_ms = monotonic_ms();
     if (first && now_ms - told_ms > kSignOfLifeMs) channel_.put(frame(Kind::Waiting, *first), {}), told_ms = now_ms;
     channel_.flush();
     if (!first) return sent_;
@@ -79,7 +79,7 @@ void BlockSender::wait_for(Store& store, const Block& block) {
 bool BlockSender::load(Block& block) {
   LowerTier* below = store_.lower();
   if (!below || store_.lookup(block.key).presence != Presence::OnDisk) return false;
-  const uint64_t now_ms = monotonic_ns() / 1'000'000;
+  const uint64_t now_ms = monotonic_ms();
   if (!block.loading_until_ms) block.loading_until_ms = now_ms + kLoadMs;
   return now_ms < block.loading_until_ms && below->promote(block.key, kDefaultPriority) != Presence::Missing;
 }

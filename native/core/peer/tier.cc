@@ -27,8 +27,6 @@ constexpr size_t kFewKeys = 16;                  // of one request in any case: 
 constexpr uint64_t kSmallBlockBytes = 16 << 10;  // of such ones all that wait go in one request: a stream is not the limit
 constexpr double kUnmeasuredS = 1e-3;            // of a block, for a peer that has sent none yet
 
-uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
-
 }  // namespace
 
 Tier::Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers,
@@ -104,7 +102,7 @@ Presence Tier::fetch(const Key& key, uint32_t priority) {
     return Presence::Pending;
   }
   if (const auto vain = in_vain_.find(mark_of(key, false)); vain != in_vain_.end()) {
-    if (now_ms() < vain->second) return Presence::Missing;
+    if (monotonic_ms() < vain->second) return Presence::Missing;
     in_vain_.erase(vain);
   }
   if (flights_.size() >= kMaxFlights || !usable_.load()) return Presence::Missing;
@@ -264,7 +262,7 @@ bool Tier::place(const Key& key, Flight& flight) {
   peer.queue.emplace(flight.place, key);
   to_wake_ |= Directory::Mask{1} << next.peer;
   if (!peer.idle && peer.started < kMostStreams && !std::exchange(peer.crowded, true)) {
-    crowded_.emplace(now_ms() + kCrowdedMs, next.peer);
+    crowded_.emplace(monotonic_ms() + kCrowdedMs, next.peer);
     care_.notify_one();
   }
   return true;
@@ -277,7 +275,7 @@ void Tier::wake_streams() {
 }
 
 void Tier::wait_for(const Key& key, Flight& flight, uint64_t for_ms) {
-  flight.until_ms = now_ms() + for_ms;
+  flight.until_ms = monotonic_ms() + for_ms;
   waits_.emplace(flight.until_ms, key);
   if (flight.waits == Step::WaitForWord) hoped_for_[mark_of(key, false)] = key;
   care_.notify_one();
@@ -291,7 +289,7 @@ void Tier::end_flight(const Key& key, bool in_vain) {
   if (!in_vain) return;
   if (parked_.holds(key)) abandoned_.push_back(key), care_.notify_one();
   if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
-  in_vain_[mark_of(key, false)] = now_ms() + (asked ? kInVainMs : kNoWordMs);
+  in_vain_[mark_of(key, false)] = monotonic_ms() + (asked ? kInVainMs : kNoWordMs);
 }
 
 void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<std::string>& instead) {
@@ -327,7 +325,7 @@ void Tier::care() {
     uint64_t next = ~uint64_t{0};
     if (!waits_.empty()) next = waits_.begin()->first;
     if (!crowded_.empty()) next = std::min(next, crowded_.begin()->first);
-    const uint64_t now = now_ms();
+    const uint64_t now = monotonic_ms();
     if (next > now) {
       if (next == ~uint64_t{0})
         care_.wait(lock);

@@ -13,8 +13,6 @@ constexpr uint64_t kPingMs = 5000;
 constexpr uint64_t kFirstPauseMs = 250, kLongestPauseMs = 8000;  // before a peer that failed is tried again
 constexpr int kConnectMs = 1000;
 
-uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
-
 }  // namespace
 
 // Waits. True if there are keys to fetch, or it is time for the first stream to see how the peer is.
@@ -27,7 +25,7 @@ bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
   }
   if (peer.state == State::New && first) return true;
   if (!peer.queue.empty() && peer.state == State::Up) return true;
-  const uint64_t wait_ms = peer.state == State::Down ? std::max(peer.retry_ms, now_ms() + 1) - now_ms() : kPingMs;
+  const uint64_t wait_ms = peer.state == State::Down ? std::max(peer.retry_ms, monotonic_ms() + 1) - monotonic_ms() : kPingMs;
   const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
   peer.idle += 1;
   const bool timeout = peer.work.wait_until(lock, until) == std::cv_status::timeout;
@@ -79,7 +77,7 @@ void Tier::ping(Peer& peer, Stream& stream) {
     pong = stream.channel->take_head();
   }
   Channel::expect(pong, Kind::Pong, 0);
-  if (pong.request != request) throw Broken(Broken::Why::Malformed, "another ping's answer");
+  if (pong.request != request) malformed("another ping's answer");
   peer.rtt_us = (monotonic_ns() - began_ns) / 1000;
 }
 
@@ -120,7 +118,7 @@ void Tier::went_wrong(size_t p, Stream& stream, const Broken& error) {
   const uint64_t pause_ms = std::min(kFirstPauseMs << std::min(peer.failures, 5u), kLongestPauseMs);
   const bool of_the_way = error.why == Broken::Why::Gone || error.why == Broken::Why::Corrupt;
   peer.may_return = peer.failures == 0 && of_the_way;
-  peer.failures += 1, peer.retry_ms = now_ms() + pause_ms;
+  peer.failures += 1, peer.retry_ms = monotonic_ms() + pause_ms;
   become(p, State::Down);
   peer.why = error.what();
   for (const auto& [place, key] : std::exchange(peer.queue, {}))

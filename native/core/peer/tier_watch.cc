@@ -50,7 +50,7 @@ void Tier::listen(size_t p, Channel& channel) {
     const Frame head = channel.take_head(kSilenceMs);
     if (tls_ && channel.generation() != tls_->generation()) throw Broken(Broken::Why::Gone, "the certificates are others now");
     if (head.bytes > kMaxControlBytes || head.bytes % sizeof(uint64_t) || head.request != request || head.layer > 1)
-      throw Broken(Broken::Why::Malformed, "a frame that does not belong here");
+      malformed("a frame that does not belong here");
     Channel::expect(head, Kind::Holds, head.bytes);
     marks.resize(head.bytes / sizeof(uint64_t));
     channel.take_checked(head, reinterpret_cast<std::byte*>(marks.data()));

@@ -23,11 +23,9 @@ namespace {
 constexpr uint64_t kSilentMs = 5000;  // a connection that has not attached by then is dropped
 constexpr int kBacklog = 128;
 
-constexpr int kBatch = 64;
+constexpr int kEventsAtOnce = 64;
 constexpr int kAcceptsAtOnce = 8;
 constexpr int kNoDescriptorMs = 10;
-
-uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
 
 SessionServer::Options one_tenant_each(SessionServer::Options options, size_t stores) {
   options.tenants.resize(stores);
@@ -119,8 +117,8 @@ std::vector<SessionServer::Latency> SessionServer::latencies() const {
 void SessionServer::run() {
   ::pthread_setname_np(::pthread_self(), "kv-door");
   for (;;) {
-    epoll_event events[kBatch];
-    const int count = ::epoll_wait(epoll_.get(), events, kBatch, connections_.empty() ? -1 : 1000);
+    epoll_event events[kEventsAtOnce];
+    const int count = ::epoll_wait(epoll_.get(), events, kEventsAtOnce, connections_.empty() ? -1 : 1000);
     bool knock = false;
     for (int i = 0; i < count; ++i) {
       const int fd = events[i].data.fd;
@@ -188,7 +186,7 @@ void SessionServer::accept_some() {
                     " sessions of one user like this and " + std::to_string(options_.max_sessions) + " in all");
       continue;
     }
-    connection->since_ms = now_ms();
+    connection->since_ms = monotonic_ms();
     // A process that is gone before we ask leaves EOF behind; one whose pid was taken meanwhile cannot hold this socket.
     connection->process = Fd(static_cast<int>(::syscall(SYS_pidfd_open, connection->who.pid, 0)));
     if (connection->process) {
@@ -248,7 +246,7 @@ void SessionServer::close(int socket) { let_go(socket); }
 void SessionServer::drop_silent_connections() {
   std::vector<int> silent;
   for (auto& [fd, connection] : connections_)
-    if (now_ms() - connection->since_ms > kSilentMs) silent.push_back(fd);
+    if (monotonic_ms() - connection->since_ms > kSilentMs) silent.push_back(fd);
   for (int fd : silent) close(fd);
 }
 

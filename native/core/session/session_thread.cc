@@ -16,9 +16,7 @@
 namespace kv {
 namespace {
 
-constexpr int kBatch = 64;
-
-uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
+constexpr int kMessagesAtOnce = 64;
 
 }  // namespace
 
@@ -84,9 +82,9 @@ void SessionThread::run() {
   Stream messages(2'000'000);  // a create comes before filling a block, its seal after: 2 ms where it has 16 MiB
   Polling pace;
   for (;;) {
-    const uint64_t now = now_ms();
+    const uint64_t now = monotonic_ms();
     if (now >= next_tick) next_tick = now + static_cast<uint64_t>(std::min(1000, store_.tick()));
-    epoll_event events[kBatch];
+    epoll_event events[kMessagesAtOnce];
     const uint64_t looked_ns = monotonic_ns();
     const bool polling = messages.runs(looked_ns) && pace.worthwhile(looked_ns);
     const size_t connected = connections_.size();
@@ -94,7 +92,7 @@ void SessionThread::run() {
     if (served) messages.note(monotonic_ns());
     if (connections_.size() < connected) next_tick = 0;  // a session ended: what it held may be free at once
     const int count =
-        ::epoll_wait(epoll_.get(), events, kBatch, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
+        ::epoll_wait(epoll_.get(), events, kMessagesAtOnce, polling ? 0 : static_cast<int>(next_tick - std::min(now, next_tick)));
     if (count > 0)
       messages.note(monotonic_ns());
     else if (polling && !served && !step_aside())

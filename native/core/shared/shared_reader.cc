@@ -25,8 +25,6 @@ constexpr uint64_t kInVainMs = 1000;  // longer than the peers, who are asked ne
 constexpr uint64_t kListMs = 2000;    // before the directory is listed again
 constexpr size_t kMaxName = 63;
 
-uint64_t now_ms() { return monotonic_ns() / 1'000'000; }
-
 // All of it, or why not: 0 where the file ends before.
 ssize_t read_all(int fd, std::byte* to, uint64_t bytes, uint64_t offset) {
   for (uint64_t done = 0; done < bytes;) {
@@ -71,9 +69,9 @@ Presence SharedReader::fetch(const Key& key, uint32_t priority) {
   {
     std::lock_guard lock(mutex_);
     if (flights_.contains(key)) return Presence::Pending;
-    bool look = !stop_ && flights_.size() < kMaxFlights && (!nodes_->empty() || now_ms() - listed_ms_ >= kListMs);
+    bool look = !stop_ && flights_.size() < kMaxFlights && (!nodes_->empty() || monotonic_ms() - listed_ms_ >= kListMs);
     if (const auto vain = in_vain_.find(key); look && vain != in_vain_.end()) {
-      look = now_ms() >= vain->second;
+      look = monotonic_ms() >= vain->second;
       if (look) in_vain_.erase(vain);
     }
     if (look) {
@@ -115,7 +113,7 @@ void SharedReader::run() {
     flights_.erase(wanted.key);
     if (!here) {
       if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
-      in_vain_[wanted.key] = now_ms() + kInVainMs;
+      in_vain_[wanted.key] = monotonic_ms() + kInVainMs;
     }
     lock.unlock();
     store_.load_ended();
@@ -140,11 +138,11 @@ std::shared_ptr<const SharedReader::Nodes> SharedReader::nodes() {
   std::lock_guard one_at_a_time(listing_);
   {
     std::lock_guard lock(mutex_);
-    if (listed_ms_ && now_ms() - listed_ms_ < kListMs) return nodes_;
+    if (listed_ms_ && monotonic_ms() - listed_ms_ < kListMs) return nodes_;
   }
   auto found = list();
   std::lock_guard lock(mutex_);
-  listed_ms_ = now_ms();
+  listed_ms_ = monotonic_ms();
   return nodes_ = std::move(found);
 }
 

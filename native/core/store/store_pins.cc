@@ -19,7 +19,7 @@ namespace {
 constexpr uint64_t kPinsPerRelease = 16;  // a pass over so many pins is worth one that has gone
 constexpr uint64_t kPinsPerBlock = 128;   // a scan of so many pins makes room for one block more than was asked for
 constexpr uint64_t kSessionWords = 16;    // what a session costs a scan beside its pins, in pins
-constexpr uint64_t kAheadDivisor = 128;   // never more than this part of the pool
+constexpr uint64_t kScanDivisor = 128;    // never more than this part of the pool
 constexpr uint64_t kFewPins = 4096;       // so many are always looked at anew
 constexpr size_t kUnparkedAtOnce = 8192;
 constexpr uint64_t kManyPins = 1 << 16;       // a pass over more gives way in between
@@ -233,8 +233,8 @@ void Store::unpark(bool all) {
 // Where there are many pins, a scan makes room for more than was asked for: what it costs is shared by the creates that follow.
 size_t Store::room_for_more(uint64_t length) const {
   const uint64_t words = pins_.last_scan + kSessionWords * sessions_.size();
-  return std::min({words / kPinsPerBlock, pool_.capacity() / kAheadDivisor / std::max<uint64_t>(length, 1),
-                   uint64_t{index_.max_blocks()} / kAheadDivisor});
+  return std::min({words / kPinsPerBlock, pool_.capacity() / kScanDivisor / std::max<uint64_t>(length, 1),
+                   uint64_t{index_.max_blocks()} / kScanDivisor});
 }
 
 }  // namespace kv

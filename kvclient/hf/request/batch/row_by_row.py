@@ -44,9 +44,9 @@ FIRST_SAID = ("store_error", "write_bypassed", "read_bypassed")
 class RowByRow(Request):
     """In the place of a Request where a model's prompts are reused inside."""
 
-    def __init__(self, client: Any, served: Any, options: Options, *args: Any) -> None:
-        super().__init__(client, served, options, *args)
-        self._args = args
+    def __init__(self, client: Any, served: Any, options: Options, **call: Any) -> None:
+        super().__init__(client, served, options, **call)
+        self._call = call
         self._parts: list[tuple[Group, Report, Any]] = []  # rows, what became of them, their cache
 
     def prefill(
@@ -131,13 +131,11 @@ class RowByRow(Request):
 
     def _of_one(self) -> Request:
         """The request of one of the prompts; without the store, once it has failed."""
-        memory, pace, returned, read, write, *rest = self._args
-        if any(report.store_error is not None for _, report, _ in self._parts):
-            read = write = False
+        failed = any(report.store_error is not None for _, report, _ in self._parts)
+        call = {**self._call, "read": False, "write": False} if failed else self._call
         dense = {"in_place": None, "static": False, "pool": None, "publish_generated": False}
         options = dataclasses.replace(self._options, **dense)
-        args = (memory, pace, returned, read, write, *rest)
-        return Request(self._client, self._served_model, options, *args)
+        return Request(self._client, self._served_model, options, **call)
 
     # ---------------------------------------------------------------- behind
 
