@@ -1,4 +1,4 @@
-// Goal: of several directories each fares by itself. One that answers nothing holds up neither the reading nor the writing of the
+// Goal: of several directories each rests by itself. One that answers nothing holds up neither the reading nor the writing of the
 // others; what it holds comes when it answers again. A directory that cannot be listed is read and not written, until it can be.
 //
 // Proven by removal (in a copy of the tree): start_loads() asks whether any directory's engine is full instead of this one's: the

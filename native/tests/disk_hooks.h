@@ -17,7 +17,7 @@ namespace kv {
 class DiskTierTest {
  public:
   static bool stopping(DiskTier& tier) { return tier.stop_.load(); }
-  static void patience(DiskTier& tier, uint64_t ms) { tier.patience_ms_ = ms; }
+  static void call_timeout(DiskTier& tier, uint64_t ms) { tier.call_timeout_ms_ = ms; }
   static void hangs_after(DiskTier& tier, uint64_t ms) { tier.hangs_after_ms_ = ms; }
 };
 

@@ -47,13 +47,13 @@ DiskTier::DiskTier(Store& store, Options options)
     throw Error(Code::InvalidArgument,
                 "a disk tier has 1 to 64 directories, " + std::to_string(options.directories.size()) + " were given");
   watch(epoll_.get(), wake_.get());
-  places_.reserve(options.directories.size());
+  volumes_.reserve(options.directories.size());
   for (Directory& directory : options.directories)
-    places_.push_back({.at = {directory.path, std::make_unique<AbsentFiles>(), std::make_unique<AbsentEngine>()},
-                       .staging = Staging(kBuffers)});
-  for (uint8_t d = 0; d < places_.size(); ++d)
+    volumes_.push_back({.at = {directory.path, std::make_unique<AbsentFiles>(), std::make_unique<AbsentEngine>()},
+                        .staging = Staging(kBuffers)});
+  for (uint8_t d = 0; d < volumes_.size(); ++d)
     if (options.directories[d].files) open(d, std::move(options.directories[d]));
-  queues_.resize(places_.size());
+  queues_.resize(volumes_.size());
 }
 
 DiskTier::~DiskTier() { stop(); }
@@ -99,25 +99,25 @@ void DiskTier::take_arrivals() {
 // The path stays: others read it meanwhile. What was deleted goes first, before anybody can find it.
 void DiskTier::take(Arrival arrival) {
   const uint8_t d = arrival.directory;
-  Place& place = places_[d];
-  place.at.files = std::move(arrival.opened.files), place.at.engine = std::move(arrival.opened.engine);
-  place.at.problem = arrival.opened.problem;
-  if (places_.size() > 1) {  // others to be held up
-    auto patient = std::make_unique<PatientFiles>(std::move(place.at.files), patience_ms_);
-    place.patient = patient.get();
-    place.at.files = std::move(patient);
+  Volume& volume = volumes_[d];
+  volume.at.files = std::move(arrival.opened.files), volume.at.engine = std::move(arrival.opened.engine);
+  volume.at.problem = arrival.opened.problem;
+  if (volumes_.size() > 1) {  // others to be held up
+    auto timed = std::make_unique<TimedFiles>(std::move(volume.at.files), call_timeout_ms_);
+    volume.timed = timed.get();
+    volume.at.files = std::move(timed);
   }
-  watch(epoll_.get(), place.at.engine->event_fd());
+  watch(epoll_.get(), volume.at.engine->event_fd());
   for (const Key& key : arrival.deleted) forget(key);
   kept_ = kept_ || !arrival.deleted.empty();
   flushed_s_ = std::max(flushed_s_.load(), arrival.flushed_s);
-  if (arrival.written.day == day_.load()) written_today_ += place.written_today = arrival.written.bytes;
+  if (arrival.written.day == day_.load()) written_today_ += volume.written_today = arrival.written.bytes;
   {
     std::lock_guard lock(mutex_);  // who adds up sees it open and unlisted
     open_.fetch_or(uint64_t{1} << d, std::memory_order_release);
   }
   if (arrival.error != 0) went_wrong(d, -arrival.error, false, "reading what was deleted");
-  if (place.at.problem) went_wrong(d, place.at.problem, true, "making a file");
+  if (volume.at.problem) went_wrong(d, volume.at.problem, true, "making a file");
 }
 
 void DiskTier::begin() {
@@ -300,7 +300,7 @@ bool DiskTier::turn() {
   reap();
   submit_waiting();
   probe();
-  for (uint8_t d = 0; d < places_.size(); ++d) start_loads(d);
+  for (uint8_t d = 0; d < volumes_.size(); ++d) start_loads(d);
   start_writes();
   tell_speed();
   const bool shrinking = shrink();
@@ -323,10 +323,10 @@ void DiskTier::wait(int timeout_ms) {
 }
 
 void DiskTier::reap() {
-  for (Place& place : places_) {
+  for (Volume& volume : volumes_) {
     Transfer* done[kMaxDepth];
-    const size_t count = place.at.engine->completed(done);
-    if (count) place.answered_ms = monotonic_ms();
+    const size_t count = volume.at.engine->completed(done);
+    if (count) volume.answered_ms = monotonic_ms();
     for (size_t i = 0; i < count; ++i) {
       Step& step = *static_cast<Step*>(done[i]->user);
       step.load ? load_step_done(step) : write_step_done(step);
@@ -336,34 +336,34 @@ void DiskTier::reap() {
 
 void DiskTier::submit(Step& step, uint8_t directory) {
   step.transfer.user = &step;
-  Place& place = places_[directory];
-  std::deque<Step*>& waiting = step.load ? place.reads : place.writes;
-  if (!waiting.empty() || !try_submit(step, place)) waiting.push_back(&step);
+  Volume& volume = volumes_[directory];
+  std::deque<Step*>& waiting = step.load ? volume.reads : volume.writes;
+  if (!waiting.empty() || !try_submit(step, volume)) waiting.push_back(&step);
 }
 
 // False if there is no buffer for it, or no room in the queue. What waits is taken in the order it came: a piece that keeps its
 // buffer for one before it in its file then never keeps it from that one.
-bool DiskTier::try_submit(Step& step, Place& place) {
+bool DiskTier::try_submit(Step& step, Volume& volume) {
   if (stop_.load()) return false;  // it is cancelled
   if (step.load && !step.buffer) {
-    if (!(step.buffer = place.staging.take())) return false;
+    if (!(step.buffer = volume.staging.take())) return false;
     step.transfer.parts[0].iov_base = step.buffer;
   }
-  if (!place.at.engine->in_flight()) place.answered_ms = monotonic_ms();
-  return place.at.engine->submit(&step.transfer);
+  if (!volume.at.engine->in_flight()) volume.answered_ms = monotonic_ms();
+  return volume.at.engine->submit(&step.transfer);
 }
 
 void DiskTier::submit_waiting() {
-  for (Place& place : places_)
-    for (auto* waiting : {&place.reads, &place.writes})
-      while (!waiting->empty() && try_submit(*waiting->front(), place)) waiting->pop_front();
+  for (Volume& volume : volumes_)
+    for (auto* waiting : {&volume.reads, &volume.writes})
+      while (!waiting->empty() && try_submit(*waiting->front(), volume)) waiting->pop_front();
 }
 
 // The steps that no engine has yet end as if they had failed, and with the last one under way their load or write.
 void DiskTier::cancel_waiting() {
-  for (Place& place : places_) {
+  for (Volume& volume : volumes_) {
     std::deque<Step*> reads, writes;
-    reads.swap(place.reads), writes.swap(place.writes);
+    reads.swap(volume.reads), writes.swap(volume.writes);
     for (Step* step : reads) step->transfer.result = -ECANCELED, load_step_done(*step);
     for (Step* step : writes) step->transfer.result = -ECANCELED, write_step_done(*step);
   }

@@ -1,10 +1,10 @@
 // The disk tier of one namespace: which blocks are written, loaded and removed, in what order, and how much of each at a time. It
 // has one thread for all that it decides. Each directory has a thread that lists it at start, an engine that moves the bytes,
-// and, where there are several, a thread that makes its calls (patient_files.h). Owns the files of its directories and the index
+// and, where there are several, a thread that makes its calls (timed_files.h). Owns the files of its directories and the index
 // of them; changes blocks only through the store's own operations.
 //
 // tier.cc: the thread, what the doors call. tier_load.cc: a file into memory, layer by layer. tier_write.cc: a block into a file.
-// tier_remove.cc: files that go, for the quota too. tier_scan.cc: what lay there at start. tier_places.cc: how the directories
+// tier_remove.cc: files that go, for the quota too. tier_scan.cc: what lay there at start. tier_volumes.cc: how the directories
 // fare. tier_pages.cc: the pool in the page tables.
 //
 // Invariants: a file has a block's name only when it was written whole; no file of a deleted key is read again; the bytes of all
@@ -31,8 +31,8 @@
 #include "core/files/engine.h"
 #include "core/files/file_index.h"
 #include "core/files/files.h"
-#include "core/files/patient_files.h"
 #include "core/files/scan.h"
+#include "core/files/timed_files.h"
 #include "core/store/store.h"
 
 namespace kv {
@@ -104,15 +104,15 @@ class DiskTier final : public LowerTier {
   struct Step;
   struct Queued;
   enum class Doing : uint8_t { Reading, Writing, Listing, Lying, Answering };
-  struct Fares {
+  struct Breaker {        // a volume that fails again and again rests, for reads and for writes apart
     uint32_t errors = 0;  // in a row
     uint64_t paused_until_ms = 0;
-    bool ill = false;  // and told as a condition
+    bool open = false;  // and told as a condition
   };
-  struct Place {  // a directory and how it fares
+  struct Volume {  // a directory, and how it answers
     Directory at;
-    PatientFiles* patient = nullptr;  // at.files, where there are several directories
-    Fares reading{}, writing{};
+    TimedFiles* timed = nullptr;  // at.files, where there are several directories
+    Breaker reading{}, writing{};
     uint64_t probe_bytes = kPageBytes;  // what it last had no room for
     uint64_t written_today = 0;
     bool in_place = true;  // its path leads to it
@@ -122,8 +122,8 @@ class DiskTier final : public LowerTier {
     size_t loads = 0, writing_now = 0;    // under way
     uint64_t load_bytes = 0;              // of the files of those loads
     Staging staging;                      // where they arrive
-    std::vector<Key> stubborn{};          // files of deleted blocks that could not be removed yet
-    uint64_t stubborn_until_ms = 0;
+    std::vector<Key> unremoved{};         // files of deleted blocks that could not be removed yet
+    uint64_t retry_removals_ms = 0;
   };
   struct Listing {  // of a directory at start: one that does not return holds up no other
     std::thread thread{};
@@ -173,17 +173,17 @@ class DiskTier final : public LowerTier {
   void wait(int timeout_ms);
   void reap();
   void submit(Step& step, uint8_t directory);
-  bool try_submit(Step& step, Place& place);
+  bool try_submit(Step& step, Volume& volume);
   void submit_waiting();
   void cancel_waiting();
-  uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % places_.size()); }
+  uint8_t home(const Key& key) const { return static_cast<uint8_t>(key.words[2] % volumes_.size()); }
   void tell_speed();
 
   // tier_remove.cc
   void take_deleted();
   void keep_doomed();
   void remove_doomed(uint64_t until_ms = 0);
-  void retry_stubborn();
+  void retry_removals();
   void list_doomed();
   bool more_goes() const { return sweep_ || !doomed_.empty() || more_leftovers_; }
   bool remove_next_leftover();
@@ -236,7 +236,7 @@ class DiskTier final : public LowerTier {
   void write_done(Write& write);
   void end_write(Write& write, bool written);
 
-  // tier_places.cc
+  // tier_volumes.cc
   bool answers(uint8_t directory) const;
   bool well(uint8_t directory) const;
   void went_wrong(uint8_t directory, int error, bool writing, const char* doing);
@@ -279,13 +279,13 @@ class DiskTier final : public LowerTier {
   std::atomic<uint64_t> open_{0};        // a bit for each directory that its thread has taken
   std::atomic<uint64_t> turned_ms_{0};   // when the thread last began a round; 0: it makes none
   std::atomic<uint64_t> hangs_after_ms_{10'000};
-  std::atomic<uint64_t> patience_ms_{1'000};  // with a call of one directory while there are others
+  std::atomic<uint64_t> call_timeout_ms_{1'000};  // with a call of one directory while there are others
   std::thread thread_;
   std::vector<Listing> listings_;
   friend class DiskTierTest;
 
   // The thread's own.
-  std::vector<Place> places_;
+  std::vector<Volume> volumes_;
   std::unordered_map<Key, std::unique_ptr<Load>, KeyHash> loads_;
   std::unordered_map<Key, std::unique_ptr<Write>, KeyHash> writes_;
   uint64_t rest_until_ns_ = 0;   // no write begins before

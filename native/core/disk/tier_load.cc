@@ -43,9 +43,9 @@ bool DiskTier::take_load(uint8_t directory, Load& load) {
 }
 
 void DiskTier::start_loads(uint8_t directory) {
-  const Place& place = places_[directory];
-  while (place.reads.empty() && !stop_.load() && answers(directory) &&
-         (place.loads < kFewLoads || (place.loads < kManyLoads && place.load_bytes < kBytesInFlight))) {
+  const Volume& volume = volumes_[directory];
+  while (volume.reads.empty() && !stop_.load() && answers(directory) &&
+         (volume.loads < kFewLoads || (volume.loads < kManyLoads && volume.load_bytes < kBytesInFlight))) {
     auto load = std::make_unique<Load>();
     if (!take_load(directory, *load)) return;
     load->begun_ns = monotonic_ns();
@@ -54,7 +54,7 @@ void DiskTier::start_loads(uint8_t directory) {
     Load& started = *load;
     loads_.emplace(started.key, std::move(load));
     started.fd = open_file(started.key, &started.directory, &started.file_bytes);
-    places_[started.directory].loads += 1, places_[started.directory].load_bytes += started.file_bytes;
+    volumes_[started.directory].loads += 1, volumes_[started.directory].load_bytes += started.file_bytes;
     if (started.fd == -ENOENT || started.fd == -ELOOP || started.fd == -ENXIO) {
       end_load(started, Outcome::Missing);
     } else if (started.fd < 0) {
@@ -79,12 +79,12 @@ int DiskTier::open_file(const Key& key, uint8_t* directory, uint64_t* bytes) {
     known = entry != nullptr;
     *directory = known ? entry->directory : home(key);
   }
-  int fd = places_[*directory].at.files->open_read(path, bytes);
-  for (uint8_t d = 0; !known && fd == -ENOENT && d < places_.size(); ++d)
-    if (fd = places_[d].at.files->open_read(path, bytes); fd != -ENOENT) *directory = d;
+  int fd = volumes_[*directory].at.files->open_read(path, bytes);
+  for (uint8_t d = 0; !known && fd == -ENOENT && d < volumes_.size(); ++d)
+    if (fd = volumes_[d].at.files->open_read(path, bytes); fd != -ENOENT) *directory = d;
   const uint32_t flushed_s = flushed_s_.load();
   if (known || fd < 0 || !flushed_s) return fd;
-  Files& files = *places_[*directory].at.files;
+  Files& files = *volumes_[*directory].at.files;
   if (files.written_s(fd, 0) > flushed_s) return fd;
   files.close(fd);
   return -ENOENT;
@@ -259,7 +259,7 @@ bool DiskTier::take_layers(Load& load, const Step& step) {
 }
 
 void DiskTier::give_back(Load& load, Step& step) {
-  if (step.buffer && !step.in_place) places_[load.directory].staging.give(step.buffer);
+  if (step.buffer && !step.in_place) volumes_[load.directory].staging.give(step.buffer);
   step.buffer = nullptr;
 }
 
@@ -281,7 +281,7 @@ void DiskTier::finish_data(Load& load) {
 }
 
 void DiskTier::end_load(Load& load, Outcome outcome) {
-  if (load.fd >= 0) places_[load.directory].at.files->close(load.fd);
+  if (load.fd >= 0) volumes_[load.directory].at.files->close(load.fd);
   const bool gone = outcome == Outcome::Corrupt || outcome == Outcome::Expired || outcome == Outcome::Missing;
   bool cancelled;
   {
@@ -294,7 +294,7 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
   if (cancelled && outcome == Outcome::Loaded)
     accepted([&] { store_.remove_here(load.key); });  // deleted in the moment it was sealed
   if (load.created) accepted([&] { store_.abort(owner_, load.handle), store_.settle(); });
-  if (gone && outcome == Outcome::Corrupt && keep_corrupt_) places_[load.directory].at.files->aside(path_of(load.key, fanout_));
+  if (gone && outcome == Outcome::Corrupt && keep_corrupt_) volumes_[load.directory].at.files->aside(path_of(load.key, fanout_));
   if (gone) remove_file(load.key, load.directory);
   if (outcome == Outcome::Loaded) {
     went_well(load.directory, false);
@@ -318,7 +318,7 @@ void DiskTier::end_load(Load& load, Outcome outcome) {
     if (!writing_.contains(load.key)) cancelled_.erase(load.key);
     waiting_bytes_.fetch_sub(load.waiting_bytes, std::memory_order_relaxed);
   }
-  places_[load.directory].loads -= 1, places_[load.directory].load_bytes -= load.file_bytes;
+  volumes_[load.directory].loads -= 1, volumes_[load.directory].load_bytes -= load.file_bytes;
   const Key key = load.key;
   loads_.erase(key);  // `load` is gone
   store_.load_ended();

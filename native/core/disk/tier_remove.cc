@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kRemovalsATurn = 64;  // so that reading goes on between them
 constexpr size_t kListedAtOnce = 4096;
-constexpr uint64_t kStubbornMs = 1000;  // until what could not be removed is tried again
+constexpr uint64_t kRetryRemovalsMs = 1000;  // until what could not be removed is tried again
 constexpr std::chrono::seconds kFlushWait{2};
 
 }  // namespace
@@ -29,14 +29,14 @@ bool DiskTier::remove_file(const Key& key, uint8_t directory) {
 
 // The key of a file that cannot be removed now is kept until its directory is well.
 bool DiskTier::unlink(const Key& key, uint8_t directory) {
-  Place& place = places_[directory];
-  const int error = well(directory) ? place.at.files->remove(path_of(key, fanout_)) : -EAGAIN;
+  Volume& volume = volumes_[directory];
+  const int error = well(directory) ? volume.at.files->remove(path_of(key, fanout_)) : -EAGAIN;
   if (error == 0) removed_.fetch_add(1);
   if (error == -EISDIR) strays_ += 1;  // a directory has its name: not ours to remove, and no failure of the disk
   if (error == 0 || error == -ENOENT || error == -EISDIR) return true;
   if (error != -EAGAIN) went_wrong(directory, -error, true, "removing a file");
-  place.stubborn.push_back(key);
-  place.stubborn_until_ms = monotonic_ms() + kStubbornMs;
+  volume.unremoved.push_back(key);
+  volume.retry_removals_ms = monotonic_ms() + kRetryRemovalsMs;
   std::lock_guard lock(mutex_);
   if (FileIndex::Entry* entry = index_.find(key)) entry->listed = true;
   return false;
@@ -44,7 +44,7 @@ bool DiskTier::unlink(const Key& key, uint8_t directory) {
 
 // Of a file that is not in the index it is not known where it lies.
 bool DiskTier::remove_everywhere(const Key& key) {
-  uint8_t from = 0, to = static_cast<uint8_t>(places_.size());
+  uint8_t from = 0, to = static_cast<uint8_t>(volumes_.size());
   {
     std::lock_guard lock(mutex_);
     const FileIndex::Entry* entry = index_.find(key);
@@ -84,11 +84,11 @@ void DiskTier::keep_doomed() {
     left = doomed_;
     left.insert(left.end(), gone_later_.begin(), gone_later_.end());
   }
-  for (const Place& place : places_) left.insert(left.end(), place.stubborn.begin(), place.stubborn.end());
+  for (const Volume& volume : volumes_) left.insert(left.end(), volume.unremoved.begin(), volume.unremoved.end());
   if (left.empty() && !kept_) return;
-  for (uint8_t d = 0; d < places_.size(); ++d) {
+  for (uint8_t d = 0; d < volumes_.size(); ++d) {
     if (is_silent(d)) continue;
-    const int error = places_[d].at.files->keep_deleted(left);
+    const int error = volumes_[d].at.files->keep_deleted(left);
     if (error == 0) left.clear();
     if (error != 0) went_wrong(d, -error, true, "keeping what was deleted");
   }
@@ -98,7 +98,7 @@ void DiskTier::keep_doomed() {
 // A few a turn; once the tier is to stop only what is gone `until_ms`.
 void DiskTier::remove_doomed(uint64_t until_ms) {
   take_deleted();
-  retry_stubborn();
+  retry_removals();
   const auto over = [&] { return stop_.load() && monotonic_ms() >= until_ms; };
   std::vector<Key> now;
   size_t leftovers;
@@ -116,8 +116,9 @@ void DiskTier::remove_doomed(uint64_t until_ms) {
   std::unique_lock lock(mutex_);
   doomed_.insert(doomed_.end(), now.begin() + static_cast<ptrdiff_t>(done), now.end());
   more_leftovers_ = !leftovers_.empty() && (removed || left);  // else none of them can be removed now
-  const bool over_with = kept_ && listed_ && doomed_.empty() && gone_later_.empty() &&
-                         std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.stubborn.empty(); });
+  const bool over_with =
+      kept_ && listed_ && doomed_.empty() && gone_later_.empty() &&
+      std::all_of(volumes_.begin(), volumes_.end(), [](const Volume& volume) { return volume.unremoved.empty(); });
   lock.unlock();
   if (over_with) keep_doomed();
   tell_gone_later();
@@ -133,13 +134,13 @@ bool DiskTier::remove_next_leftover() {
   return remove_leftover(std::move(next));
 }
 
-void DiskTier::retry_stubborn() {
-  for (uint8_t d = 0; d < places_.size(); ++d) {
-    Place& place = places_[d];
-    if (place.stubborn.empty() || !well(d) || monotonic_ms() < place.stubborn_until_ms) continue;
+void DiskTier::retry_removals() {
+  for (uint8_t d = 0; d < volumes_.size(); ++d) {
+    Volume& volume = volumes_[d];
+    if (volume.unremoved.empty() || !well(d) || monotonic_ms() < volume.retry_removals_ms) continue;
     std::lock_guard lock(mutex_);
-    doomed_.insert(doomed_.end(), place.stubborn.begin(), place.stubborn.end());
-    place.stubborn.clear();
+    doomed_.insert(doomed_.end(), volume.unremoved.begin(), volume.unremoved.end());
+    volume.unremoved.clear();
   }
 }
 
@@ -167,7 +168,7 @@ bool DiskTier::remove_leftover(Leftover leftover) {
     const bool again = entry && entry->directory == leftover.directory && leftover.path == path_of(*key, fanout_);
     if (again) return gone();  // the other one went, and it was written here
   }
-  const int error = well(leftover.directory) ? places_[leftover.directory].at.files->remove(leftover.path) : -EAGAIN;
+  const int error = well(leftover.directory) ? volumes_[leftover.directory].at.files->remove(leftover.path) : -EAGAIN;
   if (error != 0 && error != -ENOENT && error != -EAGAIN) went_wrong(leftover.directory, -error, true, "removing a file");
   std::lock_guard lock(mutex_);
   if (error == 0 || error == -ENOENT) return gone();
@@ -222,8 +223,8 @@ bool DiskTier::make_quota_room(uint64_t bytes, Write* heir) {
 // can say, and the others need not give up for it what they had. The lock is held.
 uint64_t DiskTier::most_bytes() const {
   uint64_t silent = 0;
-  for (uint8_t d = 0; d < places_.size(); ++d) silent += is_silent(d);
-  return std::min(quota_bytes_, std::max(quota_bytes_ - quota_bytes_ / places_.size() * silent, counted_));
+  for (uint8_t d = 0; d < volumes_.size(); ++d) silent += is_silent(d);
+  return std::min(quota_bytes_, std::max(quota_bytes_ - quota_bytes_ / volumes_.size() * silent, counted_));
 }
 
 // Files go because the quota became smaller, a few a turn: it may be most of them. True if there are more.
@@ -263,7 +264,7 @@ DiskTier::Room DiskTier::give_up_one(uint64_t bytes, Write* heir) {
 // A million files take minutes to remove, and a daemon may end at any moment of them: what the next one finds that is not younger
 // than this it removes. By the files' own times, later than any of a file that is here: what a clock says is no order.
 void DiskTier::remember_flush() {
-  if (!begun_.load()) throw Error(Code::Unavailable, "flushed until a restart only: " + places_[0].at.path + " is not open yet");
+  if (!begun_.load()) throw Error(Code::Unavailable, "flushed until a restart only: " + volumes_[0].at.path + " is not open yet");
   // A disk that hangs holds up one flush, and not the threads of all that follow. (No timed mutex: g++ 12's TSan sees none.)
   std::unique_lock flush_lock(flush_mutex_);
   if (!flush_ended_.wait_for(flush_lock, kFlushWait, [&] { return !flushing_; }))
@@ -277,9 +278,9 @@ void DiskTier::remember_flush() {
   }
   flushed_s_.store(second);
   std::string wrong;
-  for (uint8_t d = 0; d < places_.size(); ++d)
-    if (const int error = is_silent(d) ? -ETIMEDOUT : places_[d].at.files->keep_flushed(second); error != 0)
-      wrong = errno_text("flushed until a restart only: " + places_[d].at.path + "/" + kFlushedFile, -error);
+  for (uint8_t d = 0; d < volumes_.size(); ++d)
+    if (const int error = is_silent(d) ? -ETIMEDOUT : volumes_[d].at.files->keep_flushed(second); error != 0)
+      wrong = errno_text("flushed until a restart only: " + volumes_[d].at.path + "/" + kFlushedFile, -error);
   flush_lock.lock();
   flushing_ = false;
   flush_lock.unlock();
@@ -289,7 +290,7 @@ void DiskTier::remember_flush() {
 
 // The file keeps its bytes until they are written over, under a temporary name.
 bool DiskTier::reuse_file(const Key& key, Write& heir) {
-  heir.fd = places_[heir.directory].at.files->take_over(path_of(key, fanout_), heir.bytes, &heir.temp);
+  heir.fd = volumes_[heir.directory].at.files->take_over(path_of(key, fanout_), heir.bytes, &heir.temp);
   if (heir.fd < 0) {
     heir.temp.clear();
     return false;

@@ -38,14 +38,14 @@ void DiskTier::scan(uint8_t directory) {
 // Each directory that answers was listed, or that failed. The lock is held, as for the next.
 bool DiskTier::tried() const {
   if (!begun_.load()) return false;
-  for (uint8_t d = 0; d < places_.size(); ++d)
+  for (uint8_t d = 0; d < volumes_.size(); ++d)
     if (!is_silent(d) && !listings_[d].tried) return false;
   return true;
 }
 
 // Of each that answers it is known how much lies there.
 bool DiskTier::counted() const {
-  for (uint8_t d = 0; d < places_.size(); ++d)
+  for (uint8_t d = 0; d < volumes_.size(); ++d)
     if (!is_silent(d) && !listings_[d].done) return false;
   return true;
 }
@@ -59,7 +59,7 @@ void DiskTier::all_listed() {
 
 // False if it, or anything below, could not be.
 bool DiskTier::list(uint8_t directory) {
-  const std::string& path = places_[directory].at.path;
+  const std::string& path = volumes_[directory].at.path;
   std::atomic<uint64_t>& seen_ms = listings_[directory].seen_ms;
   std::vector<Leftover>
       leftovers;  // of a daemon that is gone, or had another fan-out: nothing is written before the listing ends
@@ -78,7 +78,7 @@ bool DiskTier::list(uint8_t directory) {
     return stop_.load();
   };
   seen_ms = monotonic_ms();
-  places_[directory].at.files->make_directories(fanout_);
+  volumes_[directory].at.files->make_directories(fanout_);
   seen_ms = monotonic_ms();
   std::string wrong;
   try {

@@ -39,7 +39,7 @@ bool DiskTier::may_write() const {
   const bool used_up = today == day_ && written_today_.load(std::memory_order_relaxed) >= daily_write_bytes_;
   const bool spent = daily_write_bytes_ && (used_up || today == spent_day_);
   bool room = false;
-  for (uint8_t d = 0; d < places_.size() && !room; ++d) room = takes_a_write(d);
+  for (uint8_t d = 0; d < volumes_.size() && !room; ++d) room = takes_a_write(d);
   std::lock_guard lock(mutex_);
   const bool shrinking = index_.bytes() + reserved_bytes_ > quota_bytes_;
   return room && counted() && !spent && !sweep_ && !shrinking;
@@ -47,9 +47,9 @@ bool DiskTier::may_write() const {
 
 // As far as this thread alone decides.
 bool DiskTier::has_room(uint8_t directory) const {
-  const Place& place = places_[directory];
-  return place.in_place && well(directory) && !is_silent(directory) && place.writing_now < kWritesAtOnce && place.reads.empty() &&
-         place.writes.empty();
+  const Volume& volume = volumes_[directory];
+  return volume.in_place && well(directory) && !is_silent(directory) && volume.writing_now < kWritesAtOnce &&
+         volume.reads.empty() && volume.writes.empty();
 }
 
 // A directory that is slow, or busy with reading, or ill gets less of what is written: the others take it.
@@ -62,10 +62,10 @@ bool DiskTier::takes_a_write(uint8_t directory) const {
 // The key's own directory, or the next one that takes a write. Once around: reads that were asked for since may_write() looked
 // wait for this very thread.
 uint8_t DiskTier::directory_for(const Key& key) const {
-  const auto after = [&](uint8_t d) { return static_cast<uint8_t>((d + 1) % places_.size()); };
+  const auto after = [&](uint8_t d) { return static_cast<uint8_t>((d + 1) % volumes_.size()); };
   uint8_t directory = home(key);
-  for (size_t i = 0; i < places_.size() && !takes_a_write(directory); ++i) directory = after(directory);
-  for (size_t i = 0; i < places_.size() && !has_room(directory); ++i) directory = after(directory);
+  for (size_t i = 0; i < volumes_.size() && !takes_a_write(directory); ++i) directory = after(directory);
+  for (size_t i = 0; i < volumes_.size() && !has_room(directory); ++i) directory = after(directory);
   return directory;
 }
 
@@ -118,14 +118,14 @@ void DiskTier::start_write(const WriteJob& job) {
     writing_.insert(job.key);
   }
   Write& started = *write;
-  places_[started.directory].writing_now += 1;
+  volumes_[started.directory].writing_now += 1;
   writes_.emplace(job.key, std::move(write));
   give_way();
-  if (started.fd < 0) started.fd = places_[started.directory].at.files->create_temp(started.bytes, &started.temp);
+  if (started.fd < 0) started.fd = volumes_[started.directory].at.files->create_temp(started.bytes, &started.temp);
   give_way();
   if (started.fd < 0) {
     started.temp.clear();
-    places_[started.directory].probe_bytes = started.bytes;
+    volumes_[started.directory].probe_bytes = started.bytes;
     went_wrong(started.directory, -started.fd, true, "making a file");
     write_errors_ += 1;
     return end_write(started, false);
@@ -147,7 +147,7 @@ bool DiskTier::within_budget(uint64_t bytes) {
   const auto today = static_cast<uint64_t>(::time(nullptr)) / kDayS;
   if (day_.exchange(today) != today) {
     written_today_.store(0);
-    for (Place& place : places_) place.written_today = 0;
+    for (Volume& volume : volumes_) volume.written_today = 0;
   }
   if (!daily_write_bytes_ || written_today_.load() + bytes <= daily_write_bytes_) return true;
   if (bytes <= daily_write_bytes_) spent_day_ = today;
@@ -156,11 +156,11 @@ bool DiskTier::within_budget(uint64_t bytes) {
 
 // Before its first byte goes to the disk, and whatever becomes of it: a daemon that is killed has written it all the same.
 int DiskTier::count_written(Write& write) {
-  Place& place = places_[write.directory];
-  place.written_today += write.bytes;
+  Volume& volume = volumes_[write.directory];
+  volume.written_today += write.bytes;
   written_today_ += write.bytes;
   if (!daily_write_bytes_) return 0;
-  return place.at.files->count_written({static_cast<uint32_t>(day_.load()), place.written_today});
+  return volume.at.files->count_written({static_cast<uint32_t>(day_.load()), volume.written_today});
 }
 
 // The header goes with the first piece.
@@ -238,14 +238,14 @@ void DiskTier::write_done(Write& write) {
     cancelled = cancelled_.contains(write.job.key);
   }
   if (cancelled) return end_write(write, false);
-  const uint32_t written_s = places_[write.directory].at.files->written_s(write.fd, flushed_s_.load());
+  const uint32_t written_s = volumes_[write.directory].at.files->written_s(write.fd, flushed_s_.load());
   {
     std::lock_guard lock(mutex_);
     newest_s_ = std::max(newest_s_, written_s);
   }
-  if (const int error = places_[write.directory].at.files->publish(write.temp, path_of(write.job.key, fanout_)); error != 0) {
-    if (error != -EISDIR) went_wrong(write.directory, -error, true, "naming a file");     // that name only is taken
-    if (error == -ETIMEDOUT) places_[write.directory].stubborn.push_back(write.job.key);  // until it is known to have no name
+  if (const int error = volumes_[write.directory].at.files->publish(write.temp, path_of(write.job.key, fanout_)); error != 0) {
+    if (error != -EISDIR) went_wrong(write.directory, -error, true, "naming a file");       // that name only is taken
+    if (error == -ETIMEDOUT) volumes_[write.directory].unremoved.push_back(write.job.key);  // until it is known to have no name
     write_errors_ += 1;
     return end_write(write, false);
   }
@@ -256,7 +256,7 @@ void DiskTier::write_done(Write& write) {
 }
 
 void DiskTier::end_write(Write& write, bool written) {
-  Files& files = *places_[write.directory].at.files;
+  Files& files = *volumes_[write.directory].at.files;
   const WriteJob job = write.job;
   if (write.fd >= 0) files.close(write.fd);
   if (written) {
@@ -279,7 +279,7 @@ void DiskTier::end_write(Write& write, bool written) {
   }
   const uint8_t directory = write.directory;
   if (!write.temp.empty()) remove_leftover({write.temp, directory, write.bytes});
-  places_[directory].writing_now -= 1;
+  volumes_[directory].writing_now -= 1;
   writes_.erase(job.key);  // `write` is gone
   if (store_.end_write(job.handle, keep)) return;
   if (written) {  // deleted meanwhile: gone before it can be found

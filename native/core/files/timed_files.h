@@ -22,11 +22,11 @@
 
 namespace kv {
 
-class PatientFiles final : public Files {
+class TimedFiles final : public Files {
  public:
-  // The patience is read at each call.
-  PatientFiles(std::unique_ptr<Files> files, const std::atomic<uint64_t>& patience_ms);
-  ~PatientFiles() override;                                               // waits for what has begun
+  // The timeout is read at each call.
+  TimedFiles(std::unique_ptr<Files> files, const std::atomic<uint64_t>& timeout_ms);
+  ~TimedFiles() override;                                                 // waits for what has begun
   uint64_t overdue_since_ms() const { return overdue_since_ms_.load(); }  // 0: it answers. From any thread
 
   int open_read(const std::string& path, uint64_t* bytes) override;
@@ -61,7 +61,7 @@ class PatientFiles final : public Files {
   void work();
 
   const std::unique_ptr<Files> files_;
-  const std::atomic<uint64_t>& patience_ms_;
+  const std::atomic<uint64_t>& timeout_ms_;
   std::mutex mutex_;
   std::condition_variable more_, done_;
   std::deque<std::shared_ptr<Call>> calls_;  // the first is being made

@@ -1,4 +1,4 @@
-#include "core/files/patient_files.h"
+#include "core/files/timed_files.h"
 
 #include <pthread.h>
 
@@ -18,10 +18,10 @@ void drop_temp(Files& files, int fd, const std::string& temp) {
 
 }  // namespace
 
-PatientFiles::PatientFiles(std::unique_ptr<Files> files, const std::atomic<uint64_t>& patience_ms)
-    : files_(std::move(files)), patience_ms_(patience_ms), thread_([this] { work(); }) {}
+TimedFiles::TimedFiles(std::unique_ptr<Files> files, const std::atomic<uint64_t>& timeout_ms)
+    : files_(std::move(files)), timeout_ms_(timeout_ms), thread_([this] { work(); }) {}
 
-PatientFiles::~PatientFiles() {
+TimedFiles::~TimedFiles() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -30,7 +30,7 @@ PatientFiles::~PatientFiles() {
   thread_.join();
 }
 
-void PatientFiles::work() {
+void TimedFiles::work() {
   ::pthread_setname_np(::pthread_self(), "kv-directory");
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -55,19 +55,19 @@ void PatientFiles::work() {
   }
 }
 
-int PatientFiles::call(const std::shared_ptr<Call>& call) {
+int TimedFiles::call(const std::shared_ptr<Call>& call) {
   const uint64_t began_ms = monotonic_ms();
   std::unique_lock lock(mutex_);
   if (overdue_since_ms_.load() != 0) return -ETIMEDOUT;
   calls_.push_back(call);
   more_.notify_one();
-  if (done_.wait_for(lock, std::chrono::milliseconds(patience_ms_.load()), [&] { return call->done; })) return call->result;
+  if (done_.wait_for(lock, std::chrono::milliseconds(timeout_ms_.load()), [&] { return call->done; })) return call->result;
   call->given_up = true;
   overdue_since_ms_.store(began_ms);
   return -ETIMEDOUT;
 }
 
-int PatientFiles::open_read(const std::string& path, uint64_t* bytes) {
+int TimedFiles::open_read(const std::string& path, uint64_t* bytes) {
   const auto made = std::make_shared<Call>();
   made->make = [path](Files& files, Call& call) { return files.open_read(path, &call.bytes); };
   made->undo = [](Files& files, Call& call) { files.close(call.result); };
@@ -76,7 +76,7 @@ int PatientFiles::open_read(const std::string& path, uint64_t* bytes) {
   return result;
 }
 
-int PatientFiles::create_temp(uint64_t bytes, std::string* temp) {
+int TimedFiles::create_temp(uint64_t bytes, std::string* temp) {
   const auto made = std::make_shared<Call>();
   made->make = [bytes](Files& files, Call& call) { return files.create_temp(bytes, &call.temp); };
   made->undo = [](Files& files, Call& call) { drop_temp(files, call.result, call.temp); };
@@ -85,7 +85,7 @@ int PatientFiles::create_temp(uint64_t bytes, std::string* temp) {
   return result;
 }
 
-int PatientFiles::take_over(const std::string& path, uint64_t bytes, std::string* temp) {
+int TimedFiles::take_over(const std::string& path, uint64_t bytes, std::string* temp) {
   const auto made = std::make_shared<Call>();
   made->make = [path, bytes](Files& files, Call& call) { return files.take_over(path, bytes, &call.temp); };
   made->undo = [](Files& files, Call& call) { drop_temp(files, call.result, call.temp); };
@@ -94,27 +94,27 @@ int PatientFiles::take_over(const std::string& path, uint64_t bytes, std::string
   return result;
 }
 
-int PatientFiles::publish(const std::string& temp, const std::string& path) {
+int TimedFiles::publish(const std::string& temp, const std::string& path) {
   const auto made = std::make_shared<Call>();
   made->make = [temp, path](Files& files, Call&) { return files.publish(temp, path); };
   made->undo = [path](Files& files, Call&) { files.remove(path); };
   return call(made);
 }
 
-int PatientFiles::remove(const std::string& path) {
+int TimedFiles::remove(const std::string& path) {
   const auto made = std::make_shared<Call>();
   made->make = [path](Files& files, Call&) { return files.remove(path); };
   return call(made);
 }
 
-int PatientFiles::aside(const std::string& path) {
+int TimedFiles::aside(const std::string& path) {
   const auto made = std::make_shared<Call>();
   made->make = [path](Files& files, Call&) { return files.aside(path); };
   return call(made);
 }
 
 // Nobody waits for it, and it cannot be refused: as many wait here as files are open.
-void PatientFiles::close(int fd) {
+void TimedFiles::close(int fd) {
   const auto made = std::make_shared<Call>();
   made->make = [fd](Files& files, Call&) { return files.close(fd), 0; };
   std::lock_guard lock(mutex_);
@@ -122,25 +122,25 @@ void PatientFiles::close(int fd) {
   more_.notify_one();
 }
 
-int PatientFiles::keep_deleted(std::span<const Key> keys) {
+int TimedFiles::keep_deleted(std::span<const Key> keys) {
   const auto made = std::make_shared<Call>();
   made->make = [kept = std::vector<Key>(keys.begin(), keys.end())](Files& files, Call&) { return files.keep_deleted(kept); };
   return call(made);
 }
 
-uint32_t PatientFiles::written_s(int fd, uint32_t after_s) {
+uint32_t TimedFiles::written_s(int fd, uint32_t after_s) {
   const auto made = std::make_shared<Call>();
   made->make = [fd, after_s](Files& files, Call& call) { return call.bytes = files.written_s(fd, after_s), 0; };
   return call(made) < 0 ? 0 : static_cast<uint32_t>(made->bytes);
 }
 
-int PatientFiles::count_written(const Written& written) {
+int TimedFiles::count_written(const Written& written) {
   const auto made = std::make_shared<Call>();
   made->make = [written](Files& files, Call&) { return files.count_written(written); };
   return call(made);
 }
 
-int PatientFiles::in_place() {
+int TimedFiles::in_place() {
   const auto made = std::make_shared<Call>();
   made->make = [](Files& files, Call&) { return files.in_place(); };
   return call(made);

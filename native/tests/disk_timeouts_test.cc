@@ -29,14 +29,14 @@ struct TwoDirectories {
     rig.restart(true);
     for (uint64_t i = 0; i < kBlocks; ++i) CHECK(rig.put_on_disk(i));
     rig.fill(1000);
-    DiskTierTest::patience(*rig.tier, 20), DiskTierTest::hangs_after(*rig.tier, 50);
+    DiskTierTest::call_timeout(*rig.tier, 20), DiskTierTest::hangs_after(*rig.tier, 50);
   }
   ~TwoDirectories() { open = true, rig.stop(); }
   int hold() {
     return eventually([&] { return open.load(); }) ? 0 : -EIO;
   }
   void go_on() {
-    DiskTierTest::patience(*rig.tier, 60'000), DiskTierTest::hangs_after(*rig.tier, 60'000);
+    DiskTierTest::call_timeout(*rig.tier, 60'000), DiskTierTest::hangs_after(*rig.tier, 60'000);
     open = true;
   }
   bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), {})); }
@@ -171,7 +171,7 @@ TEST(a_listing_that_does_not_return_holds_up_no_other_directory) {
   while (two.in_other(deleted)) ++deleted;
   rig.tier.reset();
   rig.make_tier();
-  DiskTierTest::patience(*rig.tier, 20), DiskTierTest::hangs_after(*rig.tier, 50);
+  DiskTierTest::call_timeout(*rig.tier, 20), DiskTierTest::hangs_after(*rig.tier, 50);
   rig.tier->start();
   CHECK(eventually([&] {
     const auto conditions = rig.tier->conditions();
@@ -212,7 +212,7 @@ TEST(a_flush_does_not_hang_with_a_listing) {
   two.hooks.keep_flushed = [&] { return two.hold(); };
   rig.tier.reset();
   rig.make_tier();
-  DiskTierTest::patience(*rig.tier, 20), DiskTierTest::hangs_after(*rig.tier, 50);
+  DiskTierTest::call_timeout(*rig.tier, 20), DiskTierTest::hangs_after(*rig.tier, 50);
   rig.tier->start();
   CHECK(eventually([&] { return !rig.tier->conditions().empty(); }));
   CHECK_EQ(test::thrown([&] { rig.store->flush(); }), std::optional(Code::Unavailable));
