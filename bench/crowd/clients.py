@@ -5,6 +5,7 @@ client's 99th percentile and how much the slowest did beside the fastest. Then t
 that use as much processor as a put takes, over and over, and ask nobody. What these wait is the scheduler's.
 """
 
+import contextlib
 import json
 import os
 import tempfile
@@ -21,6 +22,7 @@ import numpy as np
 import kvclient
 from bench.crowd.million import key
 from bench.daemon_figures import Daemon
+from bench.pages import huge_tmpfs
 
 BLOCKS, BLOCK_BYTES = 4, 128 << 10
 REACH_MS, REACH_SHARE = 50, 0.5
@@ -119,9 +121,14 @@ def _run(work: Callable[..., dict], count: int, directory: Path, seconds: float)
     return told
 
 
-def measure(count: int, seconds: float) -> dict:
-    with tempfile.TemporaryDirectory(prefix="kvcrowd-") as home:
-        with Daemon(Path(home) / "d", "256MiB") as daemon:
+def measure(count: int, seconds: float, pages: str) -> dict:
+    """`pages`: "huge" or "small"."""
+    with contextlib.ExitStack() as stack:
+        home, pool = (stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcrowd-")) for _ in range(2))
+        args = ("--pool-dir", pool) if pages == "huge" else ()
+        if args:
+            stack.enter_context(huge_tmpfs(Path(pool), 1 << 30))
+        with Daemon(Path(home) / "d", "256MiB", *args) as daemon:
             daemon.start()
             daemon.wait_faulted()
             told = _run(_client, count, daemon.directory, seconds)
@@ -130,6 +137,7 @@ def measure(count: int, seconds: float) -> dict:
     puts = sorted(each["puts"] for each in told)
     found = {
         "clients": count,
+        "pages": pages,
         "puts_per_s": sum(puts) / seconds,
         "worst_p99_ms": max(each["p99_ms"] for each in told),
         "median_p99_ms": median(each["p99_ms"] for each in told),
@@ -141,7 +149,7 @@ def measure(count: int, seconds: float) -> dict:
     }
     rate, half = found["puts_per_s"], found["median_p50_ms"]
     worst, others, floor_ms = found["worst_p99_ms"], found["median_p99_ms"], found["floor_worst_p99_ms"]
-    print(f"{count} processes, {seconds:.0f} s: {rate:.0f} puts/s, p50 {half:.2f} ms")
+    print(f"{count} processes, {seconds:.0f} s, {pages} pages: {rate:.0f} puts/s, p50 {half:.2f} ms")
     print(f"p99 of the worst client: {worst:.1f} ms (<= {REACH_MS}), of the median one {others:.1f}")
     print(f"the same of processes that use {processor_ms:.2f} ms each time and ask nobody: {floor_ms:.1f} ms")
     print(f"the slowest client did {found['slowest_share']:.2f} x what the fastest did (>= {REACH_SHARE})")
