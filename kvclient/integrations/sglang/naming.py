@@ -1,36 +1,23 @@
 """Under which keys SGLang's pages lie in the store: its own page hashes beneath all else that shapes a page.
 
 Owns the list of what must match; never touches a page. Invariant: two engines share a key only if everything
-that the list names is equal; SGLang's configuration has neither the weights nor the KV's type in it, so both
-are asked for and there is no default. What differs misses; it never collides.
+that the list names is equal; what SGLang tells a storage backend has neither the weights nor the KV's type in
+it, so those come from elsewhere, and there is no default. What differs misses; it never collides.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
-from kvclient.integrations.checkpoint import checkpoint_digest
 
-VERSION = 2  # of this list, of how a key is made and of how a page lies in a block
+VERSION = 3  # of this list, of how a key is made and of how a page lies in a block
 AMBIGUOUS = ("uint8", "int8")  # how several types of eight bits are kept
 SHAPE = ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
-
-
-def weights_of(options: dict[str, Any]) -> str:
-    """What tells the weights apart. Raises InvalidArgument if the configuration does not say."""
-    if identity := options["model_identity"]:
-        return f"given:{identity}"
-    if path := options["model_path"]:
-        return f"digest:{checkpoint_digest(path).hex()}"
-    raise InvalidArgument(
-        'SGLang does not tell a storage backend which weights it serves; say "model_path" (their directory, '
-        'whose bytes are read once) or "model_identity" (a name that you change whenever the weights change)'
-    )
 
 
 def kv_dtype_of(pool: Any, options: dict[str, Any]) -> str:
@@ -50,15 +37,17 @@ class PageNames:
     """The store's keys of one pool's pages."""
 
     def __init__(
-        self, config: Any, weights: str, pool: Any, kv_dtype: str, name: str, form: str, sizes: Sequence[int]
-    ):
-        """`config` is SGLang's HiCacheStorageConfig; `form`: how a page's bytes are taken out of its pool."""
+        self, config: Any, served: Mapping[str, Any], pool: Any, kv_dtype: str, name: str, form: str,
+        sizes: Sequence[int],
+    ) -> None:  # fmt: skip
+        """`config` is SGLang's HiCacheStorageConfig; `served`: the weights, and what else the engine has that
+        shapes KV; `form`: how a page's bytes are taken out of its pool."""
         if config.should_split_heads:
             raise InvalidArgument("tp_lcm_size above tp_size splits pages by heads, which is not supported")
         replicated = config.is_mla_model and name != "mamba"  # then every tensor rank has the same page
         fields = {
             "version": VERSION,
-            "weights": weights,
+            "served": dict(served),
             "model_name": str(config.model_name),
             "dtype": kv_dtype,
             "pool": name,

@@ -3,7 +3,7 @@
 Owns the configuration and the pools that SGLang registers; never makes a key or copies a byte itself.
 Invariants: what batch_exists() counted stays in memory until it was loaded or its lease ends, as far as it
 was in memory; what a pool's pages hold is loaded whole or the page is False; a store that is away is an empty
-one, with one log line.
+one, with one log line; what an engine computes with weights that were changed under it is not shared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kvclient.integrations.leases import Leases
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
 from kvclient.integrations.sglang.buffers import Flat, as_bytes, buffers_of
-from kvclient.integrations.sglang.naming import PageNames, kv_dtype_of, weights_of
+from kvclient.integrations.sglang.naming import PageNames, kv_dtype_of
+from kvclient.integrations.sglang.served import engine_of, updates, weights_of
 
 log = logging.getLogger("sglang.kvstored")
 SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1")
@@ -50,12 +51,17 @@ class _Pool:
     """One registered host pool: where its pages lie, and how they are named."""
 
     def __init__(self, store: KvstoredHiCache, pool: Any, name: str) -> None:
-        self.buffers = buffers_of(pool, store.in_place)
-        kv_dtype = kv_dtype_of(pool, store.options)
-        self.names = PageNames(
-            store.config, store.weights, pool, kv_dtype, name, self.buffers.form, self.buffers.sizes
-        )
+        self.buffers, self._pool, self._name = buffers_of(pool, store.in_place), pool, name
+        self._kv_dtype = kv_dtype_of(pool, store.options)
+        self.name_pages(store)
         self.layout_id = store.pages.format(self.buffers.sizes)
+
+    def name_pages(self, store: KvstoredHiCache) -> None:
+        """Under what the engine serves now."""
+        self.names = PageNames(
+            store.config, store.served, self._pool, self._kv_dtype, self._name, self.buffers.form,
+            self.buffers.sizes,
+        )  # fmt: skip
 
 
 class KvstoredHiCache(HiCacheStorage):
@@ -68,7 +74,8 @@ class KvstoredHiCache(HiCacheStorage):
         extra = storage_config.extra_config or {}
         self.options = with_defaults(extra, OPTIONS, "the storage backend's extra config", SGLANGS)
         self.config, self.in_place = storage_config, bool(extra.get("interface_v1", 0))
-        self.weights = weights_of(self.options)
+        self.served = {"weights": weights_of(self.options), "engine": engine_of(self.options)}
+        self._updates, self._outdated = updates(), False
         self._client = kvclient.connect(
             self.options["dir"], self.options["namespace"], on_error="miss",
             timeout_s=float(self.options["timeout_s"]),
@@ -155,7 +162,7 @@ class KvstoredHiCache(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         names = self._pool(KV).names.keys(keys)
-        count = _leading(self._there(names))
+        count = _leading(self._there(names)) if self._is_current() else 0
         self._keep(names[:count])
         return count
 
@@ -163,7 +170,7 @@ class KvstoredHiCache(HiCacheStorage):
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
         kv_names = self._pool(KV).names.keys(keys)
-        kv_pages = _leading(self._there(kv_names))
+        kv_pages = _leading(self._there(kv_names)) if self._is_current() else 0
         hits: dict[Any, int] = {KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
         wanted = [kv_names]
@@ -180,6 +187,16 @@ class KvstoredHiCache(HiCacheStorage):
         for names in wanted if final else ():
             self._keep(names[:final])
         return PoolTransferResult(final, hits, restorable)
+
+    def _is_current(self) -> bool:
+        """Whether pages may be shared under the names of the start. Pages of both weights may be under way
+        when those change, so nothing is shared from then on until clear() says that none is."""
+        if not self._outdated and updates() != self._updates:
+            self._outdated = True
+            log.warning(
+                "kvstored: the weights were changed: nothing is shared until the storage backend is cleared"
+            )
+        return not self._outdated
 
     def _there(self, names: list[bytes]) -> list[bool]:
         return [state in (RESIDENT, ON_DISK) for state in self.pages.states(names)]
@@ -207,7 +224,7 @@ class KvstoredHiCache(HiCacheStorage):
         return {t.name: self._set(self._pool(t.name), t.keys or [], t.host_indices) for t in transfers}
 
     def _get(self, pool: _Pool, keys: Sequence[str], host_indices: Any) -> list[bool]:
-        if not _fits(pool, keys, host_indices):
+        if not _fits(pool, keys, host_indices) or not self._is_current():
             return [False] * len(keys)
         names = pool.names.keys(keys)
         if isinstance(pool.buffers, Flat):
@@ -221,7 +238,7 @@ class KvstoredHiCache(HiCacheStorage):
         return found
 
     def _set(self, pool: _Pool, keys: Sequence[str], host_indices: Any) -> list[bool]:
-        if not _fits(pool, keys, host_indices):
+        if not _fits(pool, keys, host_indices) or not self._is_current():
             return [False] * len(keys)
         return self.pages.put(pool.names.keys(keys), pool.layout_id, pool.buffers.of(host_indices, len(keys)))
 
@@ -233,7 +250,7 @@ class KvstoredHiCache(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        if not keys or any(target is None for target in target_locations or [None]):
+        if not (keys and self._is_current()) or any(target is None for target in target_locations or [None]):
             return [None] * len(keys)
         names = self._pool(KV).names.keys(keys)
         buffers = [as_bytes(target) for target in target_locations]
@@ -252,7 +269,7 @@ class KvstoredHiCache(HiCacheStorage):
     ) -> bool:
         if not keys:
             return True
-        if values is None or any(value is None for value in values):
+        if values is None or any(value is None for value in values) or not self._is_current():
             return False
         sources = [[as_bytes(value)] for value in values]
         layout_id = self.pages.format([sources[0][0].nbytes])
@@ -261,8 +278,15 @@ class KvstoredHiCache(HiCacheStorage):
     # ---------------------------------------------------------------- the rest
 
     def clear(self) -> None:
-        """Nothing: other engines use the same pages. `kvstored flush` empties a namespace."""
-        log.warning("kvstored: the store is shared and was not cleared; `kvstored flush` does")
+        """Nothing is deleted, for other engines use the same pages; `kvstored flush` empties a namespace. But
+        this one begins anew: it finds nothing of before, and shares with no other, because nobody knows which
+        weights it has from now on.
+        """
+        self.served = {**self.served, "since": os.urandom(16).hex()}
+        for pool in self._pools.values():
+            pool.name_pages(self)
+        self._updates, self._outdated = updates(), False
+        log.warning("kvstored: nothing was deleted (`kvstored flush` does); this engine shares with none now")
 
     def close(self) -> None:
         self._leases.close()

@@ -6,6 +6,8 @@ operation. The engine itself needs a GPU and does not run here.
 """
 
 import random
+import sys
+import types
 
 import pytest
 import torch
@@ -320,3 +322,34 @@ def test_without_a_daemon_it_starts_and_says_so(sglang, make, tmp_path, caplog):
     assert backend.batch_exists(hashes(0, 2)) == 0
     assert backend.batch_set_v1(hashes(0, 2), pool.slots([1, 2])) == [False, False]
     assert any("no daemon at the start" in record.message for record in caplog.records)
+
+
+def test_weights_that_change_under_it_are_not_shared(daemon, make, monkeypatch):
+    """Neither the old KV with who has the new weights, nor the new with who has the old."""
+    kvstored, noted = daemon(), []
+    context = types.SimpleNamespace(
+        server_args=object(), overrides_log=lambda: noted, resolved_server_args_dict=dict
+    )
+    pool, keys = HostPool(), hashes(0, 3)
+    slots = pool.slots([0, 1, 2])
+    other = make(kvstored)  # of another process, whose weights stay
+    assert other.batch_set_v1(keys[:2], slots[:8]) == [True, True]
+    published = types.SimpleNamespace(get_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", published)
+    first, second = make(kvstored, {"kv": pool}), make(kvstored)
+    assert first.batch_set_v1(keys[:2], slots[:8]) == [True, True] and second.batch_exists(keys) == 2
+    noted.append(("scheduler.weight_version", {"weight_version": "2"}))
+    for backend in (first, second):
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_exists_v2(keys).kv_hit_pages == 0
+        assert backend.batch_set_v1(keys[2:], slots[8:]) == [False]
+        assert backend.batch_get_v1(keys[:2], slots[:8]) == [False, False]
+        page = pool.get_dummy_flat_data_page()
+        assert backend.batch_set(keys[2:], [page]) is False and backend.batch_get(keys[:1], [page]) == [None]
+    first.clear()
+    assert first.batch_exists(keys) == 0 and first.batch_set_v1(keys, slots) == [True] * 3
+    assert first.batch_exists(keys) == 3 and second.batch_exists(keys) == 0
+    second.clear()
+    assert second.batch_exists(keys) == 0
+    monkeypatch.delitem(sys.modules, "sglang.srt.runtime_context")
+    assert make(kvstored).batch_exists(keys) == other.batch_exists(keys) == 2
