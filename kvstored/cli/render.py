@@ -85,7 +85,8 @@ def _pool_lines(pool: dict[str, Any] | None) -> list[str]:
     put = (
         f"{pool.get('puts', 0)} blocks put in {pool.get('replicas', 0)} replicas "
         f"({approximate_size(pool.get('put_bytes', 0))}), {pool.get('placed_elsewhere', 0)} elsewhere, "
-        f"{pool.get('put_failed', 0)} failed"
+        f"{pool.get('put_failed', 0)} failed, {pool.get('mended', 0)} made whole again, "
+        f"{pool.get('short', 0)} on too few hosts"
     )
     got = (
         f"{pool.get('hits', 0)} found ({approximate_size(pool.get('hit_bytes', 0))}), "

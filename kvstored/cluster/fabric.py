@@ -35,6 +35,7 @@ from kvstored.process.runtime_dir import write_whole
 
 NODE = "pool"  # what the daemon calls this peer
 STEP_S, MOST_STEP_S = 1.0, 8.0  # between two looks at what is there; longer the longer there was nothing
+MEND_S = 2.0  # where blocks are on too few hosts
 LOOK_S = 4.0  # between two looks at who is there
 CONNECT_S = 1.0
 REFUSED = 2  # looks at which the master's host says that there is none, until its part is free
@@ -108,7 +109,9 @@ class Fabric:
     def _put(self, pause_s: float) -> float:
         """How long to wait until the next."""
         try:
-            return STEP_S if self._putter.round() else min(MOST_STEP_S, 1.5 * pause_s)
+            if self._putter.round():
+                return STEP_S
+            return min(MEND_S if self._putter.short else MOST_STEP_S, 1.5 * pause_s)
         except (Broken, grpc.RpcError) as error:
             self._putter.begin_again()
             log.warning("fabric_put_failed", why=f"{error!r:.200}")
@@ -169,7 +172,8 @@ class Fabric:
 
     def _counts(self, pool: Pool) -> dict[str, int]:
         longest_ms = round(1000 * pool.longest_put_s)
-        return {**pool.counts, "known": self._putter.known, "longest_put_ms": longest_ms}
+        known, short = self._putter.known, self._putter.short
+        return {**pool.counts, "known": known, "short": short, "longest_put_ms": longest_ms}
 
     def close(self) -> None:
         self.members.leave()

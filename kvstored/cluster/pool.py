@@ -13,7 +13,7 @@ import concurrent.futures
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from kvstored.cluster.frames import Broken, Frame
@@ -59,8 +59,8 @@ class Pool:
         self._busy: dict[str, int] = {}  # calls in flight
         self._lock = threading.Lock()
         names = (
-            "puts", "put_bytes", "put_failed", "replicas", "placed_elsewhere", "hits", "hit_bytes",
-            "straight", "misses", "failed_over", "late", "corrupt",
+            "puts", "put_bytes", "put_failed", "replicas", "placed_elsewhere", "mended", "hits",
+            "hit_bytes", "straight", "misses", "failed_over", "late", "corrupt",
         )  # fmt: skip
         self.counts = dict.fromkeys(names, 0)
         self.longest_put_s = 0.0
@@ -115,41 +115,62 @@ class Pool:
 
         return sorted((host for host in self._hosts().items() if self._welcome(host[1])), key=weight)
 
-    def wants(self, space: str, key: bytes) -> bool:
-        """Whether fewer replicas of it can be reached than there should be."""
-        found = self._places(self._names(space, key))
-        if found is None:
-            return True
-        there = {place.endpoint for place in found.values() if self._welcome(place.endpoint)}
-        return len(there) < min(self._replicas, len(self._in_order(key)))
+    def hosts(self) -> frozenset[str]:
+        """Endpoints of the members, this one's among them."""
+        return frozenset(self._hosts().values())
 
-    def put(self, space: str, key: bytes, block: list[Frame]) -> int:
-        """How many replicas lie in the pool then. Raises Broken for what is no block."""
+    def wanted(self) -> int:
+        """Replicas that a block should have: no more than there are hosts."""
+        return min(self._replicas, len(self.hosts()))
+
+    def reached(self, space: str, key: bytes) -> frozenset[str] | None:
+        """The hosts of its replicas that can be reached. None: the master does not answer."""
+        found = self._places(self._names(space, key))
+        return None if found is None else self._reached(found)
+
+    def _reached(self, found: Mapping[str, Place]) -> frozenset[str]:
+        """By host: two that lie on the same one are lost together, and who is no member is gone."""
+        hosts = self.hosts()
+        return frozenset(
+            place.endpoint
+            for place in found.values()
+            if place.endpoint in hosts and self._welcome(place.endpoint)
+        )
+
+    def has_room(self, there: frozenset[str]) -> bool:
+        """Whether a replica is missing, and a host is welcome that has none."""
+        welcome = {host for host in self.hosts() if self._welcome(host)}
+        return len(there) < self._replicas and not welcome <= there
+
+    def put(self, space: str, key: bytes, block: list[Frame]) -> frozenset[str]:
+        """The hosts that can be reached and have it then. Raises Broken for what is no block."""
         data, began_s = pack(block), self._now()
         names, found = self._names(space, key), self._places(self._names(space, key))
         if found is None:
             self.counts["put_failed"] += 1
-            return 0
-        there = {place.endpoint for place in found.values() if self._welcome(place.endpoint)}
+            return frozenset()
+        there = before = self._reached(found)
         free = [name for name in names if name not in found]
         hosts = [host for host in self._in_order(key) if host[1] not in there]
-        placed, limit_s = len(there), PUT_S + len(data) / BYTES_PER_S
-        elsewhere = False
-        while placed < self._replicas and free and hosts:
-            count = min(self._replicas - placed, len(free), len(hosts))
+        limit_s, elsewhere, puts = PUT_S + len(data) / BYTES_PER_S, False, 0
+        while len(there) < self._replicas and free and hosts:
+            count = min(self._replicas - len(there), len(free), len(hosts))
             tried = [(free.pop(0), hosts.pop(0)) for _ in range(count)]
             done = self._put_all(tried, data, limit_s)
-            placed += done
-            self.counts["placed_elsewhere"] += done if elsewhere else 0
+            now = self.reached(space, key) if done else there  # a host that is full passes it on
+            there = there | done if now is None else now
+            puts += len(done)
+            self.counts["placed_elsewhere"] += len(done) if elsewhere else 0
             elsewhere = True
         self.longest_put_s = max(self.longest_put_s, self._now() - began_s)
-        self.counts["puts" if placed else "put_failed"] += 1
-        self.counts["put_bytes"] += len(data) if placed else 0
-        self.counts["replicas"] += placed
-        return placed
+        self.counts["put_failed" if not there else "mended" if before else "puts"] += 1
+        self.counts["put_bytes"] += len(data) if puts else 0
+        self.counts["replicas"] += puts
+        return there
 
-    def _put_all(self, tried: list[tuple[str, tuple[str, str]]], data: bytes, limit_s: float) -> int:
-        end, done, waiting = self._now() + limit_s, 0, []
+    def _put_all(self, tried: list[tuple[str, tuple[str, str]]], data: bytes, limit_s: float) -> set[str]:
+        """The hosts that took it."""
+        end, done, waiting = self._now() + limit_s, set(), []
         for name, (segment, host) in tried:
             future = self._submit(host, self._backend.put, name, data, segment)
             if future is not None:
@@ -157,7 +178,7 @@ class Pool:
         for future, host in waiting:
             try:
                 if future.result(max(0.0, end - self._now())):
-                    done += 1
+                    done.add(host)
                     continue
             except concurrent.futures.TimeoutError:
                 self.counts["late"] += 1

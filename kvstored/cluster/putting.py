@@ -1,15 +1,18 @@
 """What the daemon has, put into the pool: blocks that were asked for again since they were sealed.
 
-Owns the streams to the daemon, and what is remembered as put. Bounded: so many blocks a round. Invariant:
-nothing is put that the daemon did not seal.
+Owns the streams to the daemon, and what is remembered as put, and where. Bounded: so many blocks a round, so
+long. Invariants: nothing is put that the daemon did not seal; a block of the daemon's that is known to lie on
+fewer hosts than it should is put again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 import grpc
 
@@ -21,18 +24,25 @@ from kvstored.v1 import admin_pb2, admin_pb2_grpc
 
 CONNECT_S = 1.0
 MOST_A_STEP = 64  # blocks that are put
+MOST_A_FETCH = 8  # of those, in memory at a time
+ROUND_S = 2.0  # for what is new, and for what is mended: the lease is kept between two rounds
 USEFUL = 1.2  # uses, of which sealing is one: who was asked for again
 MOST_KNOWN = 1 << 17  # keys that are remembered as put
 
 
 class Putter:
     def __init__(
-        self, pool: Pool, directory: str, daemon: tuple[str, str], node: str, salts: Mapping[str, bytes]
-    ) -> None:
+        self, pool: Pool, directory: str, daemon: tuple[str, str], node: str, salts: Mapping[str, bytes],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """`directory`: the daemon's. `daemon`: its name, and where its fabric reads. `node`: this one's."""
         self._pool, self._directory, self._node, self._salts = pool, directory, node, salts
         self._daemon, self._listen = daemon
-        self._known: dict[tuple[str, bytes], None] = {}  # put, or there, in order
+        self._now = now
+        self._known: dict[tuple[str, bytes], frozenset[str]] = {}  # the hosts that have it, in order
+        self._short: dict[tuple[str, bytes], None] = {}  # of those, on too few; next first
+        self._hosts: frozenset[str] = frozenset()  # for which that holds
+        self._same: dict[frozenset[str], frozenset[str]] = {}  # many blocks lie on the same hosts
         self._later: set[tuple[str, bytes]] = set()  # could not be put: the next time that a round has room
         self._layouts: dict[bytes, Frame] = {}
         self._streams: dict[str, Stream] = {}
@@ -42,45 +52,107 @@ class Putter:
     def known(self) -> int:
         return len(self._known)
 
+    @property
+    def short(self) -> int:
+        """Blocks that were put, and lie on fewer hosts than they should."""
+        return len(self._short)
+
     def round(self) -> int:
-        """Puts blocks that were asked for again since they were sealed, and that the pool was not given yet;
-        how many. Raises grpc.RpcError, Broken."""
-        put, full = 0, False
-        with grpc.insecure_channel(grpc_address(os.path.join(self._directory, "grpc.sock"))) as channel:
+        """Puts again what is on too few hosts since one has gone or come, and then blocks that were asked for
+        again since they were sealed, and that the pool was not given yet. How many of both are where they
+        should be now. Raises grpc.RpcError, Broken."""
+        self._look_at_hosts()
+        put, full = self._mend(self._now() + ROUND_S), False
+        end = self._now() + ROUND_S
+        address = grpc_address(os.path.join(self._directory, "grpc.sock"))
+        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
             admin = admin_pb2_grpc.AdminStub(channel)
             for space in self._salts:
-                token = ""
-                fresh: list[bytes] = []
-                while len(fresh) < MOST_A_STEP:
-                    asked = admin_pb2.ListRequest(
-                        namespace=space, page_token=token, limit=1000, min_uses=USEFUL
-                    )
-                    page = admin.List(asked, timeout=5.0)
-                    others = (block.key for block in page.blocks if (space, block.key) not in self._known)
-                    fresh += [key for key in others if (space, key) not in self._later]
-                    if not (token := page.next_page_token):
-                        break
-                now = fresh[:MOST_A_STEP]
-                full = full or len(now) == MOST_A_STEP
-                failed = self._put(space, [key for key in now if self._pool.wants(space, key)])
-                self._later.update((space, key) for key in failed)
-                for key in (key for key in now if key not in failed):
-                    self._known[space, key] = None
-                    put += 1
+                fresh = self._fresh(admin, space)
+                full = full or len(fresh) == MOST_A_STEP
+                self._later.update((space, key) for key in fresh)  # also those that break the stream
+                put += self._put(space, fresh, end)
+                self._later.difference_update([(space, key) for key in fresh if (space, key) in self._known])
         if not full or len(self._later) > MOST_KNOWN:
             self._later.clear()
         while len(self._known) > MOST_KNOWN:
-            del self._known[next(iter(self._known))]
+            block = next(iter(self._known))
+            del self._known[block]
+            self._short.pop(block, None)
         return put
 
-    def _put(self, space: str, keys: list[bytes]) -> set[bytes]:
-        """Those that the daemon did not give now, or no host took: they are tried again."""
+    def _fresh(self, admin: admin_pb2_grpc.AdminStub, space: str) -> list[bytes]:
+        token, fresh = "", list[bytes]()
+        while len(fresh) < MOST_A_STEP:
+            asked = admin_pb2.ListRequest(namespace=space, page_token=token, limit=1000, min_uses=USEFUL)
+            page = admin.List(asked, timeout=5.0)
+            others = (block.key for block in page.blocks if (space, block.key) not in self._known)
+            fresh += [key for key in others if (space, key) not in self._later]
+            if not (token := page.next_page_token):
+                break
+        return fresh[:MOST_A_STEP]
+
+    # ---- who has it
+
+    def _look_at_hosts(self) -> None:
+        """A host that is gone has nothing any more, and one that came may lack what it should have."""
+        if (hosts := self._pool.hosts()) == self._hosts:
+            return
+        self._hosts = hosts
+        self._same.clear()
+        for (space, key), there in self._known.items():
+            self._note(space, key, there & hosts)
+
+    def _note(self, space: str, key: bytes, there: frozenset[str]) -> None:
+        self._known[space, key] = self._same.setdefault(there, there)
+        self._short.pop((space, key), None)
+        if len(there) < self._pool.wanted():
+            self._short[space, key] = None
+
+    def _mend(self, end: float) -> int:
+        """Puts blocks that are on too few hosts, where another host would take them."""
+        tried: dict[str, list[bytes]] = {}
+        for space, key in list(itertools.islice(self._short, MOST_A_STEP)):
+            self._note(space, key, self._known[space, key])  # behind the others
+            if self._pool.has_room(self._known[space, key]):
+                tried.setdefault(space, []).append(key)
+        return sum(self._put(space, keys, end) for space, keys in tried.items())
+
+    # ---- bringing it there
+
+    def _put(self, space: str, keys: list[bytes], end: float) -> int:
+        """How many are noted then; not those that the daemon did not give, that no host took, or for which
+        there was no time. What the daemon has no more is forgotten: if it lists it again, that is new."""
+        noted = 0
+        for at in range(0, len(keys), MOST_A_FETCH):
+            wanting = []
+            for key in keys[at : at + MOST_A_FETCH]:
+                there = self._pool.reached(space, key) if self._now() < end else None
+                if there is None:
+                    return noted  # the master does not answer, or it is late
+                if self._pool.has_room(there):
+                    wanting.append(key)
+                else:
+                    self._note(space, key, there)
+                    noted += 1
+            frames_of = self._given(space, wanting)
+            for key in wanting:
+                if key not in frames_of:
+                    self._known.pop((space, key), None)
+                    self._short.pop((space, key), None)
+                elif self._now() < end and (there := self._pool.put(space, key, frames_of[key])):
+                    self._note(space, key, there)
+                    noted += 1
+        return noted
+
+    def _given(self, space: str, keys: list[bytes]) -> dict[bytes, list[Frame]]:
+        """Whole blocks, of those that the daemon gave."""
         if not keys:
-            return set()
+            return {}
         stream = self._stream(space)
         self._requests += 1
         found = frames.fetch(stream, keys, self._requests)
-        failed = set(keys) - found.keys()
+        whole = {}
         for key, block in found.items():
             for frame in block:
                 if frame.kind == frames.LAYOUT:
@@ -89,10 +161,8 @@ class Putter:
             layout = self._layouts.get(head.payload[32:64])
             if layout is None:
                 raise Broken("a layout that was never told")
-            whole = [layout, *(frame for frame in block if frame.kind != frames.LAYOUT)]
-            if not self._pool.put(space, key, whole):
-                failed.add(key)
-        return failed
+            whole[key] = [layout, *(frame for frame in block if frame.kind != frames.LAYOUT)]
+        return whole
 
     def _stream(self, space: str) -> Stream:
         if space not in self._streams:

@@ -177,6 +177,8 @@ POOL_METRICS: dict[str, About] = {
         "counter",
         "Replicas that the next host took.",
     ),
+    "mended": ("kvstored_cluster_mended_total", "counter", "Blocks that got a replica beside others again."),
+    "short": ("kvstored_cluster_short_blocks", "gauge", "Blocks on fewer hosts than asked, to be put again."),
     "hits": ("kvstored_cluster_hits_total", "counter", "Blocks got from the pool."),
     "hit_bytes": ("kvstored_cluster_hit_bytes_total", "counter", "Bytes of them."),
     "straight": (

@@ -144,6 +144,8 @@ def test_one_of_two_replicas_hosts_is_killed_and_no_read_and_no_put_fails(three)
         put(there, more, SMALL)
         until(lambda: counters(three["c"])["known"] == 36, "they are put")
         assert counters(three["c"])["put_failed"] == 0
+        until(lambda: told(three["c"])["members"] == ["a", "c"], "b's lease has run out")
+        until(lambda: counters(three["c"])["short"] == 0, "and what it had is on both others")
         flush(three["c"])
         assert got(here, more, SMALL) == 12
     asked = [sys.executable, "-m", "kvstored", "peers", "--dir", str(three["c"].dir)]

@@ -1,5 +1,6 @@
-"""Goal: what could not be put into the pool is put later, holds up nothing else, and a runtime directory that
-is full ends no fabric. Method: the daemon's answers are the test's.
+"""Goal: what could not be put into the pool is put later, as what lies on too few hosts is, holds up nothing
+else, and a runtime directory that is full ends no fabric. Method: the daemon's answers are the test's, the
+rules of the pool are the real ones, on hosts that are dictionaries (machines.py).
 """
 
 import hashlib
@@ -11,7 +12,8 @@ import pytest
 from kvstored.cluster import frames, putting
 from kvstored.cluster.fabric import Fabric
 from kvstored.cluster.frames import Frame
-from tests.hosts.cluster.machines import block
+from kvstored.cluster.pool import Pool
+from tests.hosts.cluster.machines import Machines, block
 
 
 class Daemon:
@@ -35,47 +37,143 @@ class Daemon:
         }
 
 
-class Pool:
+class Hosts(Machines):
+    """`members`: whose replicas count, until they are gone."""
+
     def __init__(self) -> None:
-        self.has: list[bytes] = []
+        super().__init__(4)
+        self.members, self.now, self.put_takes_s = {"s0", "s1", "s2"}, 0.0, 0.0
 
-    def wants(self, _space, key):
-        return key not in self.has
+    def hosts(self):
+        return {segment: at for segment, at in super().hosts().items() if segment in self.members}
 
-    def put(self, _space, key, _whole):
-        self.has.append(key)
-        return 1
+    def put(self, name, data, segment):
+        self.now += self.put_takes_s
+        return super().put(name, data, segment)
+    def leaves(self, segment: str) -> None:
+        self.members.discard(segment)
+
+    def has(self) -> list[str]:
+        return sorted({name.split("/")[2] for objects in self.objects.values() for name in objects})
+
+    def replicas(self, key: bytes) -> int:
+        """On members."""
+        held = [self.objects[at] for at in self.hosts().values()]
+        return sum(any(key.hex() in name for name in objects) for objects in held)
 
 
 @pytest.fixture
 def two(monkeypatch, tmp_path):
     keys = [struct.pack("<Q24x", number) for number in range(putting.MOST_A_STEP + 1)]
-    daemon, pool = Daemon(keys), Pool()
+    daemon, hosts = Daemon(keys), Hosts()
     monkeypatch.setattr(putting.admin_pb2_grpc, "AdminStub", lambda channel: daemon)
     monkeypatch.setattr(frames, "fetch", daemon.fetch)
     monkeypatch.setattr(putting.Putter, "_stream", lambda self, space: None)
-    return daemon, pool, putting.Putter(pool, str(tmp_path), ("d", "127.0.0.1:1"), "pool", {"s": bytes(32)})
+    pool, daemon_at = Pool(hosts, 2, hosts.hosts, lambda: hosts.now), ("d", "127.0.0.1:1")
+    salts = {"s": bytes(32)}
+    yield daemon, hosts, putting.Putter(pool, str(tmp_path), daemon_at, "p", salts, lambda: hosts.now)
+    pool.close()
+
+
+def all_put(putter, hosts, keys) -> bool:
+    """After no more rounds than it may take."""
+    for _ in range(4):
+        putter.round()
+    return [hosts.replicas(key) for key in keys] == [2] * len(keys)
 
 
 def test_what_the_daemon_did_not_give_is_put_when_it_does(two):
-    daemon, pool, putter = two
+    daemon, hosts, putter = two
     late = daemon.listed[0]
     daemon.blocks.discard(late)
     while putter.round():
         pass
-    assert late not in pool.has and len(pool.has) == putting.MOST_A_STEP
+    assert late.hex() not in hosts.has() and len(hosts.has()) == putting.MOST_A_STEP
     daemon.blocks.add(late)
     putter.round()
-    assert late in pool.has
+    assert late.hex() in hosts.has()
 
 
 def test_what_is_never_given_keeps_nothing_from_being_put(two):
-    daemon, pool, putter = two
+    daemon, hosts, putter = two
     last = daemon.listed[-1]
     daemon.blocks = {last}
     for _ in range(2):
         putter.round()
-    assert pool.has == [last]
+    assert hosts.has() == [last.hex()]
+
+
+def test_a_host_that_goes_leaves_blocks_that_are_put_again(two):
+    daemon, hosts, putter = two
+    assert all_put(putter, hosts, daemon.listed) and putter.short == 0
+    hosts.leaves("s1")
+    assert min(hosts.replicas(key) for key in daemon.listed) == 1
+    assert all_put(putter, hosts, daemon.listed) and putter.short == 0
+
+
+def test_a_host_that_comes_gets_what_one_alone_had(two):
+    daemon, hosts, putter = two
+    hosts.members = {"s0"}
+    for _ in range(4):
+        putter.round()
+    assert {hosts.replicas(key) for key in daemon.listed} == {1} and putter.short == 0, "one is all there is"
+    hosts.members = {"s0", "s3"}
+    assert all_put(putter, hosts, daemon.listed)
+
+
+def test_a_host_that_fails_while_it_is_a_member_gets_its_blocks_when_it_is_back(two):
+    daemon, hosts, putter = two
+    hosts.members, hosts.dead = {"s0", "s1"}, {"e1"}
+    for _ in range(4):
+        putter.round()
+    assert putter.short == putter.known == len(daemon.listed)
+    assert hosts.asked.count("e1") <= putting.MOST_A_FETCH, "it is left alone"
+    hosts.dead, hosts.now = set(), 100.0
+    assert all_put(putter, hosts, daemon.listed) and putter.short == 0
+
+
+def test_what_the_daemon_has_no_more_is_not_asked_for_without_end(two):
+    daemon, hosts, putter = two
+    assert all_put(putter, hosts, daemon.listed)
+    daemon.listed, daemon.blocks = [], set()
+    hosts.leaves("s1")
+    for _ in range(2):
+        putter.round()
+    assert putter.short == 0
+
+
+def test_two_replicas_on_one_host_are_one(two):
+    """A host that is full passes on what it is given."""
+    daemon, hosts, putter = two
+    daemon.listed = daemon.listed[:1]
+    straight, passed = hosts.put, []
+
+    def put(name, data, segment):
+        passed.append(segment)
+        return straight(name, data, "s0")
+
+    hosts.put = put
+    putter.round()
+    assert hosts.replicas(daemon.listed[0]) == 1 and putter.short == 1
+    assert set(passed) == {"s0", "s1", "s2"}, "and the next host was asked"
+
+
+def test_a_round_ends_though_hosts_are_slow(two):
+    """The lease is kept between two rounds."""
+    daemon, hosts, putter = two
+    hosts.put_takes_s = 0.3
+    before = hosts.now
+    putter.round()
+    assert 0 < putter.known < len(daemon.listed)
+    assert hosts.now - before <= 2 * (putting.ROUND_S + 2 * 0.3)
+
+
+def test_a_master_that_does_not_answer_is_asked_once_a_round(two):
+    _daemon, hosts, putter = two
+    asked = []
+    hosts.places = lambda names: asked.append(names) or 1 / 0
+    putter.round()
+    assert len(asked) == 1 and putter.known == 0
 
 
 def test_a_runtime_directory_that_takes_nothing_ends_no_fabric(tmp_path):
