@@ -12,6 +12,7 @@ import hmac
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -78,31 +79,37 @@ class Stream:
         except OSError as error:
             raise Broken(str(error)) from None
 
-    def take(self, timeout_s: float | None = STALL_S, most: int = MOST_PAYLOAD) -> Frame:
-        """The next frame; None: no limit until it begins. `most`: bytes of its payload."""
-        head = self._exactly(HEAD.size, timeout_s)
+    def take(
+        self, timeout_s: float | None = STALL_S, most: int = MOST_PAYLOAD, whole_s: float | None = None
+    ) -> Frame:
+        """The next frame; None: no limit until it begins. `most`: bytes of its payload. `whole_s`: until all
+        of it is here; else it may take any time where no two bytes lie STALL_S apart."""
+        end = None if whole_s is None else time.monotonic() + whole_s
+        head = self._exactly(HEAD.size, timeout_s, end)
         magic, _, _, _, _, count, _, head_crc = HEAD.unpack(head)
         if magic != MAGIC or head_crc != _core.crc32c(head[:-4]) or count > most:
             raise Broken("what came is no frame")
-        frame, _ = _decode(head + self._exactly(count, STALL_S), 0)
+        frame, _ = _decode(head + self._exactly(count, STALL_S, end), 0)
         return frame
 
     def expect(self, kind: int, count: int) -> bytes:
-        frame = self.take(STEP_S, count)  # a stranger's too: no more is read of it
+        frame = self.take(STEP_S, count, STEP_S)  # a stranger's too: no more is read of it, nor for longer
         if frame.kind != kind or len(frame.payload) != count:
             raise Broken("it refused" if frame.kind == REFUSED else "a frame that does not belong here")
         return frame.payload
 
-    def _exactly(self, count: int, timeout_s: float | None) -> bytes:
-        self._socket.settimeout(timeout_s)
+    def _exactly(self, count: int, timeout_s: float | None, end: float | None) -> bytes:
         found = bytearray()
         try:
             while len(found) < count:
+                if end is not None and (timeout_s := end - time.monotonic()) <= 0:
+                    raise Broken("it says it too slowly")
+                self._socket.settimeout(timeout_s)
                 more = self._socket.recv(min(count - len(found), 1 << 20))
                 if not more:
                     raise Broken("it hung up")
                 found += more
-                self._socket.settimeout(STALL_S)
+                timeout_s = STALL_S
         except OSError as error:
             raise Broken(str(error)) from None
         return bytes(found)

@@ -21,6 +21,10 @@ CALL_S = 2.0
 ROOT = "/kvstored"
 
 
+# Where the environment names a proxy, it is not for etcd: a host's cluster is in its own network.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 class Away(Exception):
     """etcd does not answer."""
 
@@ -56,7 +60,7 @@ class Membership:
                 f"http://{self._endpoints[0]}/v3/{what}", json.dumps(said).encode()
             )
             try:
-                with urllib.request.urlopen(request, timeout=CALL_S) as reply:
+                with _DIRECT.open(request, timeout=CALL_S) as reply:
                     answer = json.loads(reply.read(1 << 22))
                 if not isinstance(answer, dict):
                     raise ValueError("the answer is no object")

@@ -133,7 +133,7 @@ class Sidecar:
                 continue
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "kvstored.cluster.fabric"],
+                    [sys.executable, "-P", "-m", "kvstored.cluster.fabric"],  # nothing of the directory here
                     stdin=subprocess.PIPE,
                     pass_fds=[*self._inherited, tells],
                 )
@@ -169,7 +169,7 @@ class Sidecar:
                 told = json.loads(line)
             except ValueError:
                 continue  # cut off by its end
-            if not self._over.is_set():
+            if isinstance(told, dict) and not self._over.is_set():  # a piece of a line may be a number
                 try:
                     self._peers.members_are({str(name): str(at) for name, at in told.items()})
                 except (StoreError, RuntimeError, OSError) as error:  # no thread for one: with the next word

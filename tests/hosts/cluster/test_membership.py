@@ -9,6 +9,7 @@ import http.server
 import json
 import socket
 import threading
+import urllib.request
 
 import pytest
 
@@ -94,6 +95,21 @@ def _says(listener: socket.socket, what: bytes) -> None:
     with accepted:
         accepted.recv(4096)
         accepted.sendall(what)
+
+
+def test_a_proxy_of_the_environment_is_not_asked(etcd, monkeypatch):
+    """Nor is it told the lease."""
+    membership, answers = etcd
+    answers["/v3/kv/range"] = entries(a=b"{}")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        at = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        proxy.close()
+        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(name, at)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(urllib.request, "_opener", None)  # that of this process, made before
+        assert membership.look(), membership.away
 
 
 @pytest.mark.parametrize("answer", [{"result": None}, {"result": 5}, []])

@@ -1,0 +1,76 @@
+"""Goal: what is around a fabric cannot harm it, nor it its daemon: the directory that a daemon was started
+in, who connects and says little, what it tells in pieces.
+
+Method: the sidecar starts the interpreter that it would, in a directory that has a trap; a stranger's socket
+is an object with a clock of its own.
+"""
+
+import io
+import threading
+import types
+
+import pytest
+
+from kvstored.cluster import frames
+from kvstored.cluster.frames import Broken, Stream
+from kvstored.cluster.sidecar import Sidecar
+
+
+def bare(**has) -> Sidecar:
+    made = object.__new__(Sidecar)
+    made._over, made._inherited, made._said, made.restarts = threading.Event(), [], {}, 0
+    made._process = None
+    for name, value in has.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_nothing_is_imported_from_the_directory_that_the_daemon_was_started_in(tmp_path, monkeypatch):
+    """There may lie anybody's modules, /tmp."""
+    (tmp_path / "grpc.py").write_text("open('trapped', 'w').close()\nraise SystemExit(7)\n")
+    (tmp_path / "kvstored").mkdir()
+    (tmp_path / "kvstored" / "__init__.py").write_text("open('trapped', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    over = threading.Event()
+    ended = types.SimpleNamespace(placer_ended=over.set)
+    tried = bare(_over=over, _peers=ended)
+    tried._watch()  # it is told nothing that it could work with, and ends
+    assert tried._process.returncode == 1
+    assert not (tmp_path / "trapped").exists()
+
+
+@pytest.mark.parametrize("tail", [b"5\n", b"[1]\n", b"null\n", b'"\xc3\n', b"\xa4\n", b"{\n"])
+def test_a_piece_of_what_a_fabric_tells_ends_nothing(tail):
+    heard = []
+    listening = bare(_peers=types.SimpleNamespace(members_are=heard.append))
+    listening._hear(io.BytesIO(tail + b'{"b": "10.0.0.2:7400"}\n'))
+    assert heard == [{"b": "10.0.0.2:7400"}]
+
+
+class Dripping:
+    """A socket of a stranger, who says a byte just before it would be late."""
+
+    def __init__(self, said: bytes, monkeypatch) -> None:
+        self.said, self.taken, self.now, self.timeout_s = said, 0, 0.0, 0.0
+        monkeypatch.setattr(frames, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+
+    def setsockopt(self, *_):
+        pass
+
+    def settimeout(self, timeout_s):
+        self.timeout_s = timeout_s
+
+    def recv(self, _count):
+        self.now += 0.9 * self.timeout_s
+        self.taken += 1
+        return self.said[self.taken - 1 : self.taken]
+
+
+def test_a_stranger_has_a_second_to_say_who_it_is(monkeypatch):
+    """However it divides that: sixty-four of them could keep out the daemon."""
+    hello = frames.frame(frames.HELLO, bytes(8 + 2 * frames.NAME_BYTES + 32))
+    stranger = Dripping(hello, monkeypatch)
+    with pytest.raises(Broken):
+        frames.admit(Stream(stranger), "pool", {"s": bytes(32)}, "d")
+    assert stranger.now <= frames.STEP_S
+    assert stranger.taken < len(hello)
