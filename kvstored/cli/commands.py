@@ -10,7 +10,6 @@ import argparse
 import os
 import select
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,33 +18,13 @@ import grpc
 
 from kvstored.cli import render, stop
 from kvstored.cli.answers import complain, show
-from kvstored.cli.facts import block_facts, peer_facts
-from kvstored.cli.layouts import layout_facts, layouts_text
+from kvstored.cli.connection import Connection, TooLate, complain_of, each_within, no_answer
+from kvstored.cli.facts import block_facts, layout_facts, layouts_text, peer_facts
 from kvstored.errors import ConfigError, Exit
-from kvstored.process import runtime_dir
-from kvstored.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
+from kvstored.v1 import admin_pb2, store_pb2
 
 MAX_KEYS = 1024
 CLEAR = "\x1b[H\x1b[J"
-
-
-class Connection:
-    """The daemon's services. Every call has the command's deadline."""
-
-    def __init__(self, directory: str, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.channel = grpc.insecure_channel(
-            runtime_dir.grpc_address(os.path.join(os.path.abspath(directory), "grpc.sock")),
-            options=[("grpc.enable_http_proxy", 0)],
-        )
-        self.admin = admin_pb2_grpc.AdminStub(self.channel)
-        self.store = store_pb2_grpc.StoreStub(self.channel)
-
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.channel.close()
 
 
 def run(arguments: argparse.Namespace, directory: str) -> int:
@@ -61,14 +40,10 @@ def run(arguments: argparse.Namespace, directory: str) -> int:
     try:
         with Connection(directory, arguments.timeout_s) as daemon:
             return command(daemon, arguments)
+    except TooLate:
+        return no_answer(directory, arguments)
     except grpc.RpcError as error:
-        code = error.code()
-        if code is grpc.StatusCode.UNAVAILABLE and runtime_dir.running_pid(directory) is None:
-            return complain(stop.nobody_in(directory), Exit.UNREACHABLE, arguments)
-        if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):  # the second: by ourselves
-            text = f"the daemon in {directory} did not answer within {arguments.timeout_s} s"
-            return complain(text, Exit.UNREACHABLE, arguments)
-        return complain(f"{code.name.lower()}: {error.details()}", Exit.REFUSED, arguments)
+        return complain_of(error, directory, arguments)
 
 
 def _forbidden(directory: str) -> str | None:
@@ -315,35 +290,18 @@ def drain(daemon: Connection, arguments: argparse.Namespace) -> int:
     return Exit.NO if reply.draining and reply.unsealed else Exit.DONE
 
 
-def _each_within(stream: Any, timeout_s: float) -> Iterator[Any]:
-    """The messages of a stream that may take any time as a whole. Cancels it when one takes too long."""
-    while True:
-        alarm = threading.Timer(timeout_s, stream.cancel)
-        alarm.daemon = True
-        alarm.start()
-        try:
-            message = next(stream)
-        except StopIteration:
-            return
-        finally:
-            alarm.cancel()
-        yield message
-
-
 def scrub(daemon: Connection, arguments: argparse.Namespace) -> int:
     live = sys.stderr.isatty() and not arguments.json
     last = admin_pb2.ScrubResponse()
     steps = daemon.admin.Scrub(admin_pb2.ScrubRequest(namespace=arguments.namespace))
-    for last in _each_within(steps, daemon.timeout_s):
-        if live:
-            print(
-                "\r" + render.progress_line(last.read_bytes, last.total_bytes),
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-    if live:
-        print(file=sys.stderr)
+    try:
+        for last in each_within(steps, daemon.timeout_s):
+            if live:
+                line = render.progress_line(last.read_bytes, last.total_bytes)
+                print("\r" + line, end="", file=sys.stderr, flush=True)
+    finally:
+        if live:  # what went wrong has a line of its own
+            print(file=sys.stderr)
     request = admin_pb2.IntegrityRequest(namespace=arguments.namespace)
     daemon.admin.Integrity(request, timeout=daemon.timeout_s)
     found = {name: getattr(last, name) for name in ("verified", "computed", "corrupt", "read_bytes")}

@@ -5,7 +5,7 @@ Owns the texts. Invariant: one for each command of main.py, and "" for the progr
 
 EXIT_HELP = """exit codes:
   0 done   1 the answer is no   2 wrong arguments or configuration   3 no daemon answers
-  4 the daemon refused the call   6 the daemon cannot start here"""
+  4 the daemon refused the call   6 the daemon cannot start here   130 interrupted"""
 
 EXAMPLES = {
     "": """examples:
@@ -79,7 +79,9 @@ reported as left over. --repair removes corrupt and misplaced blocks and leftove
 is not ours. Exit code 1 if something is wrong and was not repaired.""",
     "top": """examples:
   kvstored top --interval-s 0.5
-  kvstored top --once           one look, for scripts""",
+  kvstored top --once           one look, for scripts
+
+Until Ctrl-C, which ends it with exit code 0, or until the daemon ends: exit code 3.""",
     "stop": """examples:
   kvstored stop                 SIGTERM, and wait until the daemon is gone; says what stays
   kvstored stop --discard       and free its memory; exit code 1 if some of it stays""",

@@ -3,6 +3,7 @@
 Method: main() in this process with the daemon's directory; `top` and `stop` as processes.
 """
 
+import argparse
 import fcntl
 import io
 import json
@@ -16,8 +17,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import grpc
 import pytest
 
+from kvstored.cli import connection
 from kvstored.cli.main import main
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, store_pb2, transfer_pb2
@@ -241,6 +244,50 @@ def test_a_frozen_daemon_is_unreachable_not_endless(run, calls):
     finally:
         os.kill(calls.daemon.pid, signal.SIGCONT)
     calls.daemon.process.wait(60)  # it was told to stop
+
+
+@pytest.mark.parametrize("shown", ["--json", "--interval-s=0.2"])
+def test_top_ends_with_its_daemon_and_says_so(held, shown):
+    words = ["top", "--dir", str(held.daemon.dir), "--interval-s", "0.1", shown]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-m", "kvstored", *words], cwd=ROOT, text=True, **both) as process:
+        assert process.stdout.readline()
+        held.daemon.process.kill()
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == Exit.UNREACHABLE
+    said = json.loads(error)["error"]["text"] if shown == "--json" else error
+    assert f"no daemon in {held.daemon.dir}" in said and error.count("\n") == 1
+
+
+class Failed(grpc.RpcError):
+    def __init__(self, code):
+        self.code, self.details = (lambda: code), (lambda: "Socket closed")
+
+
+def test_a_daemon_whose_sockets_close_before_its_lock_has_ended(held, monkeypatch, capsys):
+    """As the kernel ends a process."""
+    first = [held.daemon.pid]
+    monkeypatch.setattr(connection.runtime_dir, "running_pid", lambda _: first.pop(0) if first else None)
+    held.daemon.process.kill()
+    arguments = argparse.Namespace(json=False, timeout_s=1.0)
+    for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        assert connection.complain_of(Failed(code), "/d", arguments) == Exit.UNREACHABLE
+        assert "no daemon in /d" in capsys.readouterr().err
+
+
+def test_a_daemon_that_stops_and_cuts_off_a_scrub_is_not_late(held, monkeypatch, capsys):
+    def steps(_request):
+        yield admin_pb2.ScrubResponse(verified=1)
+        raise Failed(grpc.StatusCode.CANCELLED)
+
+    monkeypatch.setattr(connection, "ENDING_S", 0.0)
+    monkeypatch.setattr(
+        connection.Connection, "__enter__",
+        lambda self: argparse.Namespace(admin=argparse.Namespace(Scrub=steps), timeout_s=1.0),
+    )  # fmt: skip
+    assert main(["scrub", "--dir", str(held.daemon.dir)]) == Exit.UNREACHABLE
+    out, error = capsys.readouterr()
+    assert out == "" and "has not finished" in error and "within" not in error
 
 
 # ---- metrics
