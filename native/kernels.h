@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define KVK_ABI 1u
+#define KVK_ABI 2u
 #define KVK_EXPORT __attribute__((visibility("default")))
 
 enum kvk_status {
@@ -230,36 +230,39 @@ struct kvk_awq {
  * [inputs][columns] of f32, f16 or bf16, a row every out_row_stride bytes; `outputs` is still the whole layer's, as its rows of
  * words lie. No repack. */
 
-/* A linear layer in fp32, on the CPU: out[m][n] = sum of x[m][k] * w[n][k], + bias[n]. With `up`, the gated half of an MLP:
- * out = silu(x w + bias) * (x up + up_bias). An element has the same bits whatever rows stand beside its own and however many
- * threads work: they depend on its row, its weights and the path. */
+/* A linear layer in fp32 or bf16, on the CPU: out[m][n] = sum of x[m][k] * w[n][k], + bias[n]. With `up`, the gated half of an
+ * MLP: out = silu(x w + bias) * (x up + up_bias). All are of `dtype`; sums are fp32, and what has a name of its own in torch
+ * (both products, silu, what comes out) is rounded to `dtype`. An element has the same bits whatever rows stand beside its own
+ * and however many threads work: they depend on its row, its weights and the path. */
 struct kvk_linear {
   uint32_t size, abi;
   uint32_t inputs, outputs, rows; /* inputs a multiple of 16 */
+  uint32_t dtype;                 /* KVK_F32 or KVK_BF16 */
   uint32_t path, threads;
-  const float *x, *w, *up;              /* [rows][inputs]; [outputs][inputs]; the same, or NULL */
-  const float *bias, *up_bias;          /* [outputs], or NULL */
-  float* out;                           /* [rows][outputs] */
+  const void *x, *w, *up;               /* [rows][inputs]; [outputs][inputs]; the same, or NULL */
+  const void *bias, *up_bias;           /* [outputs], or NULL */
+  void* out;                            /* [rows][outputs] */
   int64_t x_row_stride, out_row_stride; /* in elements */
 };
 
-/* out[m][i] = weight[i] * x[m][i] / sqrt(mean of the squares of x[m] + epsilon), in fp32, on the CPU. */
+/* out[m][i] = weight[i] * (x[m][i] / sqrt(mean of the squares of x[m] + epsilon)), on the CPU: computed in fp32, both products
+ * rounded to `dtype`. */
 struct kvk_norm {
   uint32_t size, abi;
-  uint32_t rows, width, path, threads;
-  const float *x, *weight;
-  float* out;                           /* may be x */
+  uint32_t rows, width, dtype, path, threads; /* KVK_F32 or KVK_BF16 */
+  const void *x, *weight;
+  void* out;                            /* may be x */
   int64_t x_row_stride, out_row_stride; /* in elements */
   float epsilon;
 };
 
 /* Queries and keys of tokens, turned to their positions in place, on the CPU: of each head x, x * cos + half(x) * sin, where
- * half(x) is x's second half, negated, and then its first. fp32; each product and sum is rounded. */
+ * half(x) is x's second half, negated, and then its first. Each product and sum is rounded to `dtype`. */
 struct kvk_turns {
   uint32_t size, abi;
-  uint32_t rows, query_heads, kv_heads, head_dim, path, threads; /* head_dim a multiple of 32 */
-  float *q, *k;                                                  /* [rows][heads][head_dim] */
-  const float *cos, *sin;                                        /* [rows][head_dim] */
+  uint32_t rows, query_heads, kv_heads, head_dim, dtype, path, threads; /* head_dim a multiple of 32; KVK_F32 or KVK_BF16 */
+  void *q, *k;                                                          /* [rows][heads][head_dim] */
+  const void *cos, *sin;                                                /* [rows][head_dim] */
 };
 
 #define KVK_PRODUCT_ROWS 16u /* of x, at most, in kvk_multiply() */
@@ -274,6 +277,43 @@ struct kvk_product {
   const void* x;       /* [rows][inputs], f32 */
   void* out;           /* [rows][outputs], f32 */
   int64_t weight_row_stride, x_row_stride, out_row_stride;
+};
+
+/* Weights of one product of a decoder layer: numbers as kvk_linear has them, or words as kvk_awq. */
+struct kvk_weights {
+  uint32_t inputs, outputs, group, order; /* group: of words; 0: numbers */
+  const void* values;                     /* numbers or words */
+  const void* bias;                       /* of the layer's dtype, behind words f32; or NULL */
+  const uint32_t* zeros;                  /* of words, as the next */
+  const uint16_t* scales;
+};
+
+/* The part of a decoder layer before its attention, on the CPU, of up to KVK_CPU_AWQ_ROWS rows: its norm, queries, keys and
+ * values, norms of their heads, and their turning. As the calls for each would compute it, to the bit. */
+struct kvk_layer_in {
+  uint32_t size, abi;
+  uint32_t rows, head_dim, dtype, path, threads; /* KVK_F32 or KVK_BF16 */
+  float epsilon, query_epsilon, key_epsilon;
+  const void *x, *norm;              /* [rows][inputs]; [inputs] */
+  const void *query_norm, *key_norm; /* [head_dim], or both NULL */
+  const void *cos, *sin;             /* [rows][head_dim], or both NULL: nothing is turned */
+  void *q, *k, *v;                   /* [rows][outputs] */
+  void* workspace;
+  uint64_t workspace_bytes;
+  struct kvk_weights query, key, value;
+};
+
+/* The part behind it: middle = residual + factor * (attended times out), result = middle + factor * MLP(norm(middle)), each
+ * product, sum and norm rounded to `dtype`. */
+struct kvk_layer_out {
+  uint32_t size, abi;
+  uint32_t rows, dtype, path, threads;
+  float epsilon, factor;
+  const void *attended, *residual, *norm; /* [rows][inputs of out]; [rows][outputs of out]; [outputs of out] */
+  void *middle, *result;                  /* as residual */
+  void* workspace;
+  uint64_t workspace_bytes;
+  struct kvk_weights out, gate, up, down;
 };
 
 KVK_EXPORT uint32_t kvk_abi(void);
@@ -298,6 +338,11 @@ KVK_EXPORT int kvk_linear_multiply(const struct kvk_linear* args);
 KVK_EXPORT int kvk_norm_rows(const struct kvk_norm* args);
 KVK_EXPORT int kvk_turn_rows(const struct kvk_turns* args);
 KVK_EXPORT int kvk_multiply(const struct kvk_product* args);
+/* Bytes that the two calls want as workspace; 0 and an error if the arguments are wrong. */
+KVK_EXPORT uint64_t kvk_layer_in_workspace(const struct kvk_layer_in* args);
+KVK_EXPORT uint64_t kvk_layer_out_workspace(const struct kvk_layer_out* args);
+KVK_EXPORT int kvk_layer_before(const struct kvk_layer_in* args);
+KVK_EXPORT int kvk_layer_behind(const struct kvk_layer_out* args);
 
 /* The transfer path. Streams and events are CUDA's own, as pointers. Registering makes host memory known to the device, at the
  * same address, until it is unregistered; KVK_UNSUPPORTED: not this memory on this device, which a pinned buffer between is

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvclient.errors import InvalidArgument, KVClientError
 
-ABI = 1
+ABI = 2
 OK, INVALID, UNSUPPORTED, WORKSPACE, RANGE, DEVICE = range(6)
 F32, F16, BF16, INT8, INT4 = range(5)
 ROPE_HALF, ROPE_INTERLEAVED = range(2)
@@ -144,7 +144,7 @@ Awq = _struct(
 Linear = _struct(
     "Linear",
     [
-        *_fields(c_uint32, "size abi inputs outputs rows path threads"),
+        *_fields(c_uint32, "size abi inputs outputs rows dtype path threads"),
         *_fields(c_void_p, "x w up bias up_bias out"),
         *_fields(c_int64, "x_row_stride out_row_stride"),
     ],
@@ -152,7 +152,7 @@ Linear = _struct(
 Norm = _struct(
     "Norm",
     [
-        *_fields(c_uint32, "size abi rows width path threads"),
+        *_fields(c_uint32, "size abi rows width dtype path threads"),
         *_fields(c_void_p, "x weight out"),
         *_fields(c_int64, "x_row_stride out_row_stride"),
         ("epsilon", c_float),
@@ -161,8 +161,35 @@ Norm = _struct(
 Turns = _struct(
     "Turns",
     [
-        *_fields(c_uint32, "size abi rows query_heads kv_heads head_dim path threads"),
+        *_fields(c_uint32, "size abi rows query_heads kv_heads head_dim dtype path threads"),
         *_fields(c_void_p, "q k cos sin"),
+    ],
+)
+Weights = _struct(
+    "Weights",
+    [
+        *_fields(c_uint32, "inputs outputs group order"),
+        *_fields(c_void_p, "values bias zeros scales"),
+    ],
+)
+LayerIn = _struct(
+    "LayerIn",
+    [
+        *_fields(c_uint32, "size abi rows head_dim dtype path threads"),
+        *_fields(c_float, "epsilon query_epsilon key_epsilon"),
+        *_fields(c_void_p, "x norm query_norm key_norm cos sin q k v workspace"),
+        ("workspace_bytes", c_uint64),
+        *_fields(Weights, "query key value"),
+    ],
+)
+LayerOut = _struct(
+    "LayerOut",
+    [
+        *_fields(c_uint32, "size abi rows dtype path threads"),
+        *_fields(c_float, "epsilon factor"),
+        *_fields(c_void_p, "attended residual norm middle result workspace"),
+        ("workspace_bytes", c_uint64),
+        *_fields(Weights, "out gate up down"),
     ],
 )
 Product = _struct(
@@ -188,6 +215,8 @@ CPU_FUNCTIONS = _SHARED_FUNCTIONS | {
     "kvk_norm_rows": Norm,
     "kvk_turn_rows": Turns,
     "kvk_multiply": Product,
+    "kvk_layer_before": LayerIn,
+    "kvk_layer_behind": LayerOut,
 }
 CUDA_FUNCTIONS = _SHARED_FUNCTIONS | {
     "kvk_load": Loading,
@@ -248,6 +277,8 @@ def opened(path: Path, kind: str, functions: dict[str, type[ctypes.Structure]]) 
         getattr(library, function).restype = c_int
         getattr(library, function).argtypes = [POINTER(struct)]
     if functions is CPU_FUNCTIONS:
+        for name, struct in (("kvk_layer_in_workspace", LayerIn), ("kvk_layer_out_workspace", LayerOut)):
+            getattr(library, name).restype, getattr(library, name).argtypes = c_uint64, [POINTER(struct)]
         library.kvk_cpu_lacks.restype, library.kvk_cpu_lacks.argtypes = c_char_p, [c_uint32]
     if functions is CUDA_FUNCTIONS:
         library.kvk_cuda_lacks.restype, library.kvk_cuda_lacks.argtypes = c_char_p, [c_int]

@@ -49,6 +49,6 @@ void attend_amx(const kvk_attention& a, const Task& task, Scratch s) {
 }  // namespace
 
 const Path kAmxPath{"amx",      quantise_rows,   dequantise_rows, rotate_rows, attend_amx,  multiply_awq_vnni,
-                    unpack_awq, multiply_linear, normalise_rows,  turn_rows,   product_rows};
+                    unpack_awq, multiply_linear, normalise_rows,  turn_rows,   gate_floats, product_rows};
 
 }  // namespace kvk

@@ -13,6 +13,6 @@ namespace kvk {
 
 const Path kAvx512Path{"avx512",     quantise_rows, dequantise_rows, rotate_rows,    attend_rows<ProductsAvx2>,
                        multiply_awq, unpack_awq,    multiply_linear, normalise_rows, turn_rows,
-                       product_rows};
+                       gate_floats,  product_rows};
 
 }  // namespace kvk

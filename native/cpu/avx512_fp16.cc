@@ -22,6 +22,6 @@ struct Fp16 : Vnni {
 }  // namespace
 
 const Path kAvx512Fp16Path{"avx512_fp16", quantise_rows,   dequantise_rows, rotate_rows, attend_rows<Fp16>, multiply_awq_vnni,
-                           unpack_awq,    multiply_linear, normalise_rows,  turn_rows,   product_rows};
+                           unpack_awq,    multiply_linear, normalise_rows,  turn_rows,   gate_floats,       product_rows};
 
 }  // namespace kvk

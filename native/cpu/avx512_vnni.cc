@@ -10,6 +10,6 @@
 namespace kvk {
 
 const Path kAvx512VnniPath{"avx512_vnni", quantise_rows,   dequantise_rows, rotate_rows, attend_rows<Vnni>, multiply_awq_vnni,
-                           unpack_awq,    multiply_linear, normalise_rows,  turn_rows,   product_rows};
+                           unpack_awq,    multiply_linear, normalise_rows,  turn_rows,   gate_floats,       product_rows};
 
 }  // namespace kvk

@@ -14,11 +14,17 @@ namespace {
 
 constexpr uint32_t kTaskRows = 64;  // of a task
 
+int check_rows(uint32_t dtype) {
+  if (dtype == KVK_F32 || dtype == KVK_BF16) return KVK_OK;
+  return fail(KVK_UNSUPPORTED, "dtype=%u; rows are f32 or bf16", dtype);
+}
+
 int check(const kvk_linear* a) {
   if (int status = check_version(a)) return status;
   if (int status = check_count("inputs", a->inputs)) return status;
   if (int status = check_count("outputs", a->outputs)) return status;
   if (int status = check_count("rows", a->rows)) return status;
+  if (int status = check_rows(a->dtype)) return status;
   if (a->inputs % kLinearLanes != 0)
     return fail(KVK_UNSUPPORTED, "inputs=%u; it must be a multiple of %u", a->inputs, kLinearLanes);
   if (a->rows == 0 || a->outputs == 0) return KVK_OK;
@@ -32,6 +38,7 @@ int check(const kvk_norm* a) {
   if (int status = check_version(a)) return status;
   if (int status = check_count("rows", a->rows)) return status;
   if (int status = check_count("width", a->width)) return status;
+  if (int status = check_rows(a->dtype)) return status;
   if (a->rows != 0 && a->width != 0 && (a->x == nullptr || a->weight == nullptr || a->out == nullptr))
     return fail(KVK_INVALID, "a null pointer for %u rows of %u", a->rows, a->width);
   return KVK_OK;
@@ -42,6 +49,7 @@ int check(const kvk_turns* a) {
   for (auto [name, count] : {std::pair{"rows", a->rows}, {"query_heads", a->query_heads}, {"kv_heads", a->kv_heads}})
     if (int status = check_count(name, count)) return status;
   if (int status = check_shape(a->head_dim, KVK_F32)) return status;
+  if (int status = check_rows(a->dtype)) return status;
   if (a->head_dim % (2 * kLinearLanes) != 0)
     return fail(KVK_UNSUPPORTED, "head_dim=%u; it must be a multiple of %u", a->head_dim, 2 * kLinearLanes);
   const bool heads = (a->query_heads == 0 || a->q != nullptr) && (a->kv_heads == 0 || a->k != nullptr);

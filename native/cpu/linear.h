@@ -1,4 +1,4 @@
-// The CPU's part of a linear layer in fp32: how its columns are cut into tasks.
+// The CPU's part of a linear layer: how its columns are cut into tasks.
 #pragma once
 
 #include <cstdint>

@@ -24,7 +24,8 @@ struct Path {
   void (*linear)(const kvk_linear&, uint32_t output_start, uint32_t output_stop);  // up to kLinearColumns
   void (*norm)(const kvk_norm&, uint32_t row_start, uint32_t row_stop);
   void (*turn)(const kvk_turns&, uint32_t row_start, uint32_t row_stop);
-  void (*product)(const kvk_product&, uint32_t start, uint32_t stop);  // of outputs
+  void (*gate)(uint32_t dtype, float* gate, const float* up, uint32_t count);  // gate = silu(gate) * up, rounded to dtype
+  void (*product)(const kvk_product&, uint32_t start, uint32_t stop);          // of outputs
 };
 
 extern const Path kReferencePath, kAvx2Path, kAvx512Path, kAvx512VnniPath, kAvx512Fp16Path, kAmxPath;

@@ -116,46 +116,82 @@ void unpack_naively(const kvk_awq& a, uint32_t group_start, uint32_t group_stop)
     }
 }
 
-double dot(const float* x, const float* w, uint32_t count) {
+double dot(uint32_t dtype, const void* x, const void* w, uint32_t count) {
   double sum = 0;
-  for (uint32_t k = 0; k < count; ++k) sum += double{x[k]} * w[k];
+  for (uint32_t k = 0; k < count; ++k) sum += double{element(dtype, x, k)} * element(dtype, w, k);
   return sum;
+}
+
+// What an element of `dtype` keeps of it.
+float kept(uint32_t dtype, double value) {
+  return dtype == KVK_BF16 ? from_bf16(to_bf16(static_cast<float>(value))) : static_cast<float>(value);
+}
+
+// Element `i` of rows of `dtype`.
+template <class T>
+T* place(uint32_t dtype, T* rows, int64_t i) {
+  return at(rows, i * (dtype == KVK_F32 ? 4 : 2));
 }
 
 void linear_naively(const kvk_linear& a, uint32_t start, uint32_t stop) {
   for (uint32_t row = 0; row < a.rows; ++row)
-    for (uint64_t n = start; n < stop; ++n) {
-      const float* x = a.x + row * a.x_row_stride;
-      double value = dot(x, a.w + n * a.inputs, a.inputs) + (a.bias == nullptr ? 0 : a.bias[n]);
-      if (a.up != nullptr)
-        value = value / (1 + __builtin_exp(-value)) *
-                (dot(x, a.up + n * a.inputs, a.inputs) + (a.up_bias == nullptr ? 0 : a.up_bias[n]));
-      a.out[row * a.out_row_stride + static_cast<int64_t>(n)] = static_cast<float>(value);
+    for (uint32_t n = start; n < stop; ++n) {
+      const void* x = place(a.dtype, a.x, row * a.x_row_stride);
+      const auto product = [&](const void* w, const void* bias) {
+        const double sum = dot(a.dtype, x, place(a.dtype, w, int64_t{n} * a.inputs), a.inputs);
+        return sum + (bias == nullptr ? 0 : element(a.dtype, bias, n));
+      };
+      double value = product(a.w, a.bias);
+      if (a.up != nullptr) {
+        const bool whole = a.dtype == KVK_F32;
+        if (!whole) value = kept(a.dtype, value);
+        value = value / (1 + __builtin_exp(-value));
+        const double up = product(a.up, a.up_bias);
+        value = whole ? value * up : double{kept(a.dtype, value)} * kept(a.dtype, up);
+      }
+      const float out = static_cast<float>(value);
+      store_row(a.dtype, &out, 1, place(a.dtype, a.out, row * a.out_row_stride + int64_t{n}));
     }
 }
 
 void normalise_naively(const kvk_norm& a, uint32_t start, uint32_t stop) {
   for (uint32_t row = start; row < stop; ++row) {
-    const float* x = a.x + row * a.x_row_stride;
-    const double scale = 1 / __builtin_sqrt(dot(x, x, a.width) / a.width + a.epsilon);
-    for (uint32_t i = 0; i < a.width; ++i) a.out[row * a.out_row_stride + i] = static_cast<float>(a.weight[i] * (x[i] * scale));
+    const void* x = place(a.dtype, a.x, row * a.x_row_stride);
+    const double scale = 1 / __builtin_sqrt(dot(a.dtype, x, x, a.width) / a.width + a.epsilon);
+    for (uint32_t i = 0; i < a.width; ++i) {
+      const double over = element(a.dtype, x, i) * scale;
+      const auto out = static_cast<float>(element(a.dtype, a.weight, i) * (a.dtype == KVK_F32 ? over : kept(a.dtype, over)));
+      store_row(a.dtype, &out, 1, place(a.dtype, a.out, row * a.out_row_stride + i));
+    }
   }
 }
 
 void turn_naively(const kvk_turns& a, uint32_t start, uint32_t stop) {
   const uint32_t half = a.head_dim / 2;
-  for (uint64_t row = start; row < stop; ++row)
-    for (uint64_t head = 0; head < uint64_t{a.query_heads} + a.kv_heads; ++head) {
+  for (int64_t row = start; row < stop; ++row)
+    for (int64_t head = 0; head < int64_t{a.query_heads} + a.kv_heads; ++head) {
       const bool query = head < a.query_heads;
-      float* x =
-          query ? a.q + (row * a.query_heads + head) * a.head_dim : a.k + (row * a.kv_heads + head - a.query_heads) * a.head_dim;
-      const float *cos = a.cos + row * a.head_dim, *sin = a.sin + row * a.head_dim;
+      const int64_t of_kind = query ? row * a.query_heads + head : row * a.kv_heads + head - a.query_heads;
+      void* x = place(a.dtype, query ? a.q : a.k, of_kind * a.head_dim);
+      const void *cos = place(a.dtype, a.cos, row * a.head_dim), *sin = place(a.dtype, a.sin, row * a.head_dim);
       for (uint32_t i = 0; i < half; ++i) {
-        const float first = x[i], second = x[i + half];
-        x[i] = first * cos[i] + -second * sin[i];
-        x[i + half] = second * cos[i + half] + first * sin[i + half];
+        const float first = element(a.dtype, x, i), second = element(a.dtype, x, i + half);
+        const auto product = [&](float value, const void* by, uint32_t at) {
+          return kept(a.dtype, value * element(a.dtype, by, at));
+        };
+        const float out[2] = {product(first, cos, i) + product(-second, sin, i),
+                              product(second, cos, i + half) + product(first, sin, i + half)};
+        store_row(a.dtype, &out[0], 1, place(a.dtype, x, i));
+        store_row(a.dtype, &out[1], 1, place(a.dtype, x, i + half));
       }
     }
+}
+
+void gate_naively(uint32_t dtype, float* gate, const float* up, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) {
+    const double value = kept(dtype, gate[i]);
+    gate[i] = kept(dtype, double{kept(dtype, value / (1 + __builtin_exp(-value)))} * kept(dtype, up[i]));
+  }
 }
 
 void product_naively(const kvk_product& a, uint32_t start, uint32_t stop) {
@@ -172,6 +208,6 @@ void product_naively(const kvk_product& a, uint32_t start, uint32_t stop) {
 }  // namespace
 
 const Path kReferencePath{"reference",    quantise_rows,  dequantise_rows,   rotate_rows,  attend_naively, multiply_naively,
-                          unpack_naively, linear_naively, normalise_naively, turn_naively, product_naively};
+                          unpack_naively, linear_naively, normalise_naively, turn_naively, gate_naively,   product_naively};
 
 }  // namespace kvk

@@ -36,6 +36,9 @@ STRUCTS = {
     "kvk_norm": contract.Norm,
     "kvk_turns": contract.Turns,
     "kvk_product": contract.Product,
+    "kvk_weights": contract.Weights,
+    "kvk_layer_in": contract.LayerIn,
+    "kvk_layer_out": contract.LayerOut,
 }
 
 

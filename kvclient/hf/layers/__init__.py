@@ -1,4 +1,5 @@
-"""A model's linear layers, norms and gated MLPs in fp32 on the CPU, computed by native/cpu.
+"""A model's linear layers, norms, gated MLPs, attentions and decoder layers in fp32 and bf16 on the CPU,
+computed by native/cpu.
 
     kvclient.hf.layers.install(model)
 

@@ -8,7 +8,6 @@ mode that watches), and what was changed of the module or its class since, its c
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import byref, sizeof
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -18,12 +17,12 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
-from kvclient.kernels import contract
+from kvclient.hf.layers import calls
+from kvclient.hf.layers.calls import multiply
 
 Forward = Callable[..., torch.Tensor]
 LANES = 16  # inputs of a layer are a multiple of it
 _PRODUCT = functional.linear
-_LINEAR, _NORM = sizeof(contract.Linear), sizeof(contract.Norm)
 
 
 def is_watched() -> bool:
@@ -42,16 +41,17 @@ def is_watched() -> bool:
     )
 
 
-def takes_rows(x: torch.Tensor, weight: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether the kernels may read x [..., inputs] and weight [..., inputs] where they lie: whole rows of
-    fp32 on the CPU, of which no gradient is wanted.
+def takes_rows(x: torch.Tensor, weight: torch.Tensor | None, width: int = 0) -> TypeGuard[torch.Tensor]:
+    """Whether the kernels may read x [..., inputs] and weight [..., inputs], or [..., width], where they lie:
+    whole rows of fp32 or bf16 on the CPU, both of one type, of which no gradient is wanted.
     """
     return (
         type(x) is torch.Tensor
-        and _is_plain(x)
-        and _is_plain(weight)
+        and is_plain(x)
+        and is_plain(weight)
+        and x.dtype is weight.dtype
         and x.ndim > 1
-        and x.shape[-1] == weight.shape[-1]
+        and (width or x.shape[-1]) == weight.shape[-1]
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     )
 
@@ -61,7 +61,7 @@ def takes_product(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tens
     if not takes_rows(x, weight) or weight is None or weight.ndim != 2:
         return False
     outputs, inputs = weight.shape
-    return inputs % LANES == 0 and inputs > 0 and (bias is None or _is_number_a_row(bias, outputs))
+    return inputs % LANES == 0 and inputs > 0 and (bias is None or _is_number_a_row(bias, outputs, x.dtype))
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> bool:
@@ -69,11 +69,14 @@ def takes(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | Non
     return takes_product(x, weight, bias) and not is_watched()
 
 
-def _is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+def is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether a tensor's numbers, of any shape, lie on the CPU, in their order and in a type that the kernels
+    read.
+    """
     return (
         type(tensor) in (torch.nn.Parameter, torch.Tensor)
         and tensor.layout is torch.strided
-        and tensor.dtype is torch.float32
+        and tensor.dtype in calls.ROWS
         and tensor.is_cpu
         and not tensor.is_nested
         and tensor.is_contiguous()
@@ -81,8 +84,8 @@ def _is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     )
 
 
-def _is_number_a_row(bias: torch.Tensor, rows: int) -> bool:
-    plain = _is_plain(bias) and bias.shape == (rows,)
+def _is_number_a_row(bias: torch.Tensor, rows: int, dtype: torch.dtype) -> bool:
+    plain = is_plain(bias) and bias.dtype is dtype and bias.shape == (rows,)
     return plain and not (torch.is_grad_enabled() and bias.requires_grad)
 
 
@@ -118,21 +121,27 @@ def is_unseen(module: torch.nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
 
 
-def multiply(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, up: torch.Tensor | None = None,
-    up_bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """[..., outputs] of x [..., inputs], which takes() said yes to; with up, the gated half of an MLP."""
-    outputs, inputs = weight.shape
-    out = x.new_empty((*x.shape[:-1], outputs))
-    args = contract.Linear(
-        _LINEAR, contract.ABI, inputs, outputs, x.numel() // inputs, 0, torch.get_num_threads(), x.data_ptr(),
-        weight.data_ptr(), None if up is None else up.data_ptr(), None if bias is None else bias.data_ptr(),
-        None if up_bias is None else up_bias.data_ptr(), out.data_ptr(), inputs, outputs,
-    )  # fmt: skip
-    if status := contract.cpu().kvk_linear_multiply(byref(args)):
-        contract.check(status)
-    return out
+class Whole:
+    """Modules below another that were there, each with the forward that it had, when they were proven."""
+
+    def __init__(self) -> None:
+        self._were: list[tuple[dict[str, Any], str, torch.nn.Module, Any, Any]] = []
+
+    def add(self, parent: torch.nn.Module, name: str) -> None:
+        """A module, under its name in its parent."""
+        module: Any = parent._modules[name]
+        found = parent._modules, name, module, type(module).forward, module.__dict__.get("forward")
+        self._were.append(found)
+
+    def stand(self) -> bool:
+        """Whether all are there still, and no hook sees what goes through one."""
+        for names, name, module, usual, put in self._were:
+            if names.get(name) is not module or type(module).forward is not usual:
+                return False
+            held = module.__dict__
+            if held.get("forward") is not put or held["_forward_hooks"] or held["_forward_pre_hooks"]:
+                return False
+        return not _has_any_global_hook()
 
 
 def of_linear(module: torch.nn.Linear) -> Forward:
@@ -149,51 +158,58 @@ def of_linear(module: torch.nn.Linear) -> Forward:
     return forward
 
 
-def of_norm(module: torch.nn.Module, epsilon: str) -> Forward:
-    """In the place of an RMSNorm's, which multiplies by `weight`. epsilon: the attribute's name."""
-    usual = type(module).forward
+def of_norm(module: torch.nn.Module, epsilon: str, told: Callable[[], Any]) -> Forward:
+    """In the place of an RMSNorm's, which multiplies by `weight`. epsilon: the attribute's name. told: what
+    else its class may read of it, which is to be as it was.
+    """
+    usual, was = type(module).forward, told()
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         weight, least = module._parameters.get("weight"), getattr(module, epsilon)
         plain = len(args) == 1 and not kwargs and type(least) is float and type(module).forward is usual
         if not plain or not takes_rows(x := args[0], weight) or weight.ndim != 1 or is_watched():
             return type(module).forward(module, *args, **kwargs)
-        out, width = torch.empty_like(x), x.shape[-1]
-        asked = contract.Norm(
-            _NORM, contract.ABI, x.numel() // width, width, 0, torch.get_num_threads(),
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), width, width, least,
-        )  # fmt: skip
-        if status := contract.cpu().kvk_norm_rows(byref(asked)):
-            contract.check(status)
-        return out
+        if was is not None and told() != was:
+            return type(module).forward(module, *args, **kwargs)
+        return calls.normalise(x, weight, least)
 
     return forward
 
 
-def of_gated(module: Any) -> Forward:
-    """In the place of down(silu(gate(x)) * up(x)): what lies between is one tensor, not three."""
-    usual, silu = type(module).forward, module.act_fn
-    parts, bends = [module.gate_proj, module.up_proj, module.down_proj], type(silu).forward
+class Gates:
+    """down(silu(gate(x)) * up(x)) of a module: what lies between is one tensor, not three."""
 
-    def is_whole() -> bool:
-        """Whether its parts are those that were tried, and nobody sees what goes between them."""
-        modules = module._modules
-        now = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
-        same = modules.get("act_fn") is silu and type(silu).forward is bends and type(module).forward is usual
-        same = same and "forward" not in silu.__dict__ and is_unseen(silu)
-        return same and all(part is was and stands(was) for part, was in zip(now, parts, strict=True))
+    def __init__(self, module: Any) -> None:
+        self.parts = Whole()
+        for name in ("gate_proj", "up_proj", "down_proj", "act_fn"):
+            self.parts.add(module, name)
+        self._down = module.down_proj
+        self._gate, self._up = module.gate_proj._parameters, module.up_proj._parameters
 
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) != 1 or kwargs or not is_whole() or is_watched():
-            return type(module).forward(module, *args, **kwargs)
-        gate, up, down = (part._parameters for part in parts)
-        x, wide = args[0], [gate.get("weight"), up.get("weight")]
-        taken = takes_product(x, wide[0], gate.get("bias")) and takes_product(x, wide[1], up.get("bias"))
-        if not taken or wide[0].shape != wide[1].shape:
-            return type(module).forward(module, x)
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether its weights may be read with x [..., inputs]."""
+        gate, up = self._gate.get("weight"), self._up.get("weight")
+        taken = takes_product(x, gate, self._gate.get("bias"))
+        return taken and takes_product(x, up, self._up.get("bias")) and gate.shape == up.shape
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x that takes() said yes to."""
+        gate, up, down = self._gate, self._up, self._down._parameters
         between = multiply(x, gate["weight"], gate.get("bias"), up["weight"], up.get("bias"))
         if not takes_product(between, down.get("weight"), down.get("bias")):
-            return parts[2](between)
+            return self._down(between)
         return multiply(between, down["weight"], down.get("bias"))
+
+
+def of_gated(module: Any) -> Forward:
+    """In the place of a gated MLP's."""
+    usual, gates = type(module).forward, Gates(module)
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        usual_call = len(args) == 1 and not kwargs and type(module).forward is usual
+        stand = usual_call and not is_watched() and gates.parts.stand()
+        if not stand or not gates.takes(args[0]):
+            return type(module).forward(module, *args, **kwargs)
+        return gates(args[0])
 
     return forward

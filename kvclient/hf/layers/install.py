@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import torch
 
 from kvclient.hf.attention.backends import ENVIRONMENT
-from kvclient.hf.layers import attention, forwards
+from kvclient.hf.layers import attention, calls, decoder, forwards, fused, kinds, trial
 from kvclient.kernels import contract
 
 EPSILONS = ("variance_epsilon", "eps")
 OF_EACH = ("training", "layer_idx")  # differs between modules that compute the same
 GATED = {"gate_proj", "up_proj", "down_proj"}
-CLOSE = 1e-5  # of the largest number of a row
-TRIED_ROWS = (1, 5)
-TRIED_SIZES = (1.0, 30.0, 1e-3, 0.0)  # of a norm's and an MLP's numbers: small ones tell where epsilon stands
+Candidate = tuple[torch.nn.Module, Callable[..., Any], Any, Callable[[], bool]]
 
 
 def available() -> bool:
@@ -44,30 +41,51 @@ def install(model: torch.nn.Module) -> int:
         return 0
     found = 0
     known: dict[Any, bool] = {}
-    # All are found before any is changed; layers come first, for what stands over them asks for theirs.
-    for module, made, kind in sorted(_candidates(model), key=lambda found: found[2] is not None):
-        if "forward" in module.__dict__ or _hooked(module):
-            continue
-        if kind is not None and kind not in known:
-            known[kind] = _same(module, made)
-        if not known.get(kind, True):
-            continue
-        module.__dict__["forward"] = forwards.Installed(module, made)
-        found += 1
+    for candidates in (_rows, _blocks, _layers):  # what stands over others asks for theirs
+        for module, made, kind, same in list(candidates(model)):
+            if "forward" in module.__dict__ or _hooked(module):
+                continue
+            if kind is not None and kind not in known:
+                known[kind] = same()
+            if not known.get(kind, True):
+                continue
+            module.__dict__["forward"] = forwards.Installed(module, made)
+            found += 1
     return found
 
 
-def _candidates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[..., Any], Any]]:
-    """Modules with what could stand in their forward's place, and what is to be tried once: None, nothing."""
+def _rows(model: torch.nn.Module) -> Iterator[Candidate]:
+    """Modules with what could stand in their forward's place, what is to be tried once (None: nothing), and
+    the trial: of layers and norms.
+    """
     for module in model.modules():
         if _is_layer(module):
-            yield module, forwards.of_linear(module), None
+            yield module, forwards.of_linear(module), None, lambda: True
         elif _is_norm(module):
-            yield module, forwards.of_norm(module, _epsilon(module)), _kind(module)
-        elif _is_gated(module):
-            yield module, forwards.of_gated(module), (_kind(module), _kind(module.act_fn))
-        elif attention.is_known(module) and all(_is_layer(getattr(module, name)) for name in attention.PARTS):
-            yield module, attention.of_attention(module), _kind(module)
+            told = (lambda: None) if kinds.norm(module) else (lambda module=module: _kind(module))
+            made = forwards.of_norm(module, _epsilon(module), told)
+            yield module, made, _kind(module), lambda it=(module, made): trial.same_norm(*it)
+
+
+def _blocks(model: torch.nn.Module) -> Iterator[Candidate]:
+    """Of attentions and gated MLPs, whose parts have been exchanged."""
+    for module in model.modules():
+        if _is_gated(module):
+            made, width = forwards.of_gated(module), module.gate_proj.in_features
+            it = module, made, width, module.gate_proj.weight.dtype
+            yield module, made, (_kind(module), _kind(module.act_fn)), lambda it=it: trial.same_rows(*it)
+        elif _is_attention(module):
+            it = module, attention.of_attention(module), module, module.q_proj.in_features
+            yield module, it[1], _kind(module), lambda it=it: trial.same_attention(*it)
+
+
+def _layers(model: torch.nn.Module) -> Iterator[Candidate]:
+    """Of decoder layers, whose blocks have been exchanged."""
+    for module in model.modules():
+        if kinds.layer(module) and _is_decoder(module):
+            parts = [module, *map(module.get_submodule, kinds.LAYER)]
+            it = module, decoder.of_layer(module), module.self_attn, module.self_attn.q_proj.in_features
+            yield module, it[1], tuple(map(_kind, parts)), lambda it=it: trial.same_attention(*it)
 
 
 def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -80,21 +98,48 @@ def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
                            for name, value in sorted(told.items()))  # fmt: skip
 
 
+def _is_attention(module: Any, packed: bool = False) -> bool:
+    kind = kinds.attention(module)
+    if kind is None or module._parameters or module.head_dim % attention.LANES:
+        return False
+    parts = [module._modules.get(name) for name in attention.parts_of(kind)]
+    if not all(part is not None and _stands(part, packed) for part in parts):
+        return False
+    return all(map(kinds.norm, parts[len(attention.PARTS) :]))
+
+
+def _stands(part: Any, packed: bool) -> bool:
+    """Whether a part is computed here; packed: or by its words, which no hook touches."""
+    return forwards.stands(part) or (packed and fused.is_packed(part) and not _hooked(part))
+
+
+def _is_decoder(module: Any) -> bool:
+    """Whether what a known layer calls is computed here, or is packed."""
+    parts = module._modules
+    if not parts.keys() >= kinds.LAYER_PARTS or any(map(_hooked, parts.values())):
+        return False
+    norms = module.input_layernorm, module.post_attention_layernorm
+    known = all(forwards.stands(norm) and kinds.norm(norm) for norm in norms)
+    return known and _is_attention(module.self_attn, True) and _is_gated(module.mlp, True)
+
+
 def _is_norm(module: torch.nn.Module) -> bool:
     weight = module._parameters.get("weight")
     plain = len(module._parameters) == 1 and weight is not None and weight.ndim == 1 and _plain(weight)
     return type(module).__name__.endswith("RMSNorm") and plain and _epsilon(module) is not None
 
 
-def _is_gated(module: Any) -> bool:
+def _is_gated(module: Any, packed: bool = False) -> bool:
+    return _looks_gated(module) and all(_stands(module.get_submodule(name), packed) for name in GATED)
+
+
+def _looks_gated(module: Any) -> bool:
     code = getattr(type(module).forward, "__code__", None)
     if code is None or set(code.co_names) != GATED | {"act_fn"}:
         return False  # one may clamp what only some numbers reach
     if module._modules.keys() != GATED | {"act_fn"} or not type(module.act_fn).__name__.startswith("SiLU"):
         return False
-    if "forward" in module.act_fn.__dict__ or _hooked(module.act_fn):
-        return False
-    return all(_is_layer(part) for part in map(module.get_submodule, GATED))
+    return "forward" not in module.act_fn.__dict__ and not _hooked(module.act_fn)
 
 
 def _is_layer(module: Any) -> bool:
@@ -113,7 +158,7 @@ def _fits(module: torch.nn.Linear) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    ours = tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    ours = tensor.dtype in calls.ROWS and tensor.device.type == "cpu" and tensor.is_contiguous()
     return ours and type(tensor) in (torch.nn.Parameter, torch.Tensor)
 
 
@@ -124,28 +169,3 @@ def _hooked(module: torch.nn.Module) -> bool:
 def _epsilon(module: torch.nn.Module) -> Any:
     """The name of the attribute that it is."""
     return next((name for name in EPSILONS if type(getattr(module, name, None)) is float), None)
-
-
-def _same(module: torch.nn.Module, made: Callable[..., Any]) -> bool:
-    """Whether it computes what its class does, of a few rows."""
-    width, attends = next(module.parameters()).shape[-1], hasattr(module, "head_dim")
-    numbers, on = torch.Generator().manual_seed(0), {"dtype": torch.float32, "device": "cpu"}
-    with torch.no_grad():
-        for rows, size in product(TRIED_ROWS, TRIED_SIZES[:1] if attends else TRIED_SIZES):
-            args = [size * torch.randn((1, rows, width), generator=numbers, **on)]
-            if attends:  # the angles' cosines and sines too
-                args.append(torch.randn((2, 1, rows, module.head_dim), generator=numbers, **on).unbind())
-            try:
-                wanted = _tensor(type(module).forward(module, *args))
-            except Exception:  # it wants more than rows: none of these
-                return False
-            if not isinstance(wanted, torch.Tensor) or wanted.dtype is not torch.float32:
-                return False
-            found = _tensor(made(*args))
-            if not torch.allclose(found, wanted, rtol=0, atol=CLOSE * float(wanted.abs().max())):
-                return False
-    return True
-
-
-def _tensor(out: Any) -> Any:
-    return out[0] if isinstance(out, tuple) else out

@@ -22,7 +22,8 @@ def few_rows(decoder: torch.nn.ModuleList, usual: Callable[[], bool]) -> Iterato
     """Within it, this thread's passes through these layers. usual: whether they are torch's all the same."""
     swapped, hooks = _Swapped(usual), list[Any]()
     try:
-        for module in linears(decoder) if available() else ():
+        layers = linears(decoder) if available() else []
+        for module in (each for each in layers if each.weight.dtype is torch.float32):
             hooks.append(module.register_forward_pre_hook(swapped.before))
             hooks.append(module.register_forward_hook(swapped.behind))
         yield

@@ -31,6 +31,10 @@ TESTS = [
     "tests/hf/models/test_latent.py",
     "tests/hf/models/test_layer_groups.py",
     "tests/hf/models/test_recurrent.py",
+    "tests/hf/layers/test_decoder.py",
+    "tests/hf/layers/test_layers.py",
+    "tests/hf/layers/test_strangers.py",
+    "tests/hf/layers/test_watched.py",
 ]
 
 

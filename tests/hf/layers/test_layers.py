@@ -14,8 +14,9 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf import layers
-from kvclient.hf.layers.install import _same
+from kvclient.hf.layers.trial import same_norm
 from kvclient.kernels import contract
+from tests.hf.layers.test_decoder import EARLY
 from tests.hf.zoo import build, prompt
 
 
@@ -28,14 +29,16 @@ def logits(model, ids):
         return model(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "phi3"])
-def test_the_model_is_the_same_to_rounding(kind):
-    model, ids = build(kind, layers=2), prompt(70)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 3e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "phi3", "olmo2", "qwen3_moe"])
+def test_the_model_is_the_same_to_rounding(kind, dtype, close):
+    model, ids = build(kind, dtype, layers=2), prompt(70)
     wanted = logits(model, ids)
     assert layers.install(model) == len([m for m in model.modules() if "forward" in m.__dict__])
     found = logits(model, ids)
-    assert torch.allclose(found, wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
-    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    assert torch.allclose(found, wanted, rtol=0, atol=close * float(wanted.abs().max()))
+    if dtype is torch.float32:
+        assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
 
 def test_which_modules_are_computed():
@@ -44,21 +47,18 @@ def test_which_modules_are_computed():
     assert "Gemma2MLP" not in changed_of("gemma2")  # gelu
 
 
-def test_llamas_attention_is_computed_and_no_other():
-    """Another class may give its attention more than these calls show, as a window: it stays."""
-    for kind, computed in (("llama", True), ("qwen2", False), ("mistral", False), ("gemma", None)):
-        model = build(
-            kind, layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32
-        )
-        ids = prompt(70)
-        wanted = logits(model, ids)
-        layers.install(model)
-        assert computed in (None, any(name.endswith("Attention") for name in changed(model))), kind
-        found = logits(model, ids)
-        assert torch.allclose(found, wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
-        with kvclient.InMemoryClient(16 << 20) as client, kvclient.hf.attach(model, client, block_tokens=16):
-            said = model.generate(ids, max_new_tokens=8, do_sample=False)
-            assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), said)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma"])
+def test_answers_of_a_model_whose_attention_is_computed(kind):
+    model = build(kind, layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    ids = prompt(70)
+    wanted = logits(model, ids)
+    layers.install(model)
+    assert any(name.endswith("Attention") for name in changed(model)) == (not EARLY), kind
+    found = logits(model, ids)
+    assert torch.allclose(found, wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
+    with kvclient.InMemoryClient(16 << 20) as client, kvclient.hf.attach(model, client, block_tokens=16):
+        said = model.generate(ids, max_new_tokens=8, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), said)
 
 
 class Adapted(torch.nn.Module):
@@ -99,16 +99,17 @@ def changed_of(kind):
     return changed(model)
 
 
-def test_a_tokens_numbers_do_not_depend_on_those_beside_it():
-    """To the bit, of every module that was changed; torch's product does not promise it."""
-    model = build("llama", layers=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tokens_numbers_do_not_depend_on_those_beside_it(dtype):
+    """To the bit, of every module of rows alone; torch's product does not promise it."""
+    model = build("llama", dtype, layers=2)
     layers.install(model)
     seen = 0
     for module in model.modules():
-        if "forward" not in module.__dict__:
+        if "forward" not in module.__dict__ or hasattr(module, "self_attn"):
             continue
         width = next(module.parameters()).shape[-1]
-        x = torch.randn((1, 37, width), generator=torch.Generator().manual_seed(seen))
+        x = torch.randn((1, 37, width), generator=torch.Generator().manual_seed(seen)).to(dtype)
         with torch.no_grad():
             whole = module(x)
             for rows in (1, 2, 3, 5, 8, 13):
@@ -149,7 +150,7 @@ def test_what_a_hook_or_an_adapter_touches_stays():
     assert "forward" in second.mlp.__dict__
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_types_stay(dtype):
     model = build("llama", layers=2).to(dtype)
     assert layers.install(model) == 0 and not changed(model)
@@ -180,9 +181,9 @@ def test_calls_that_the_kernels_do_not_take_are_torchs():
         assert holder(torch.randn((0, 32))).shape == (0, 8)
         with pytest.raises(RuntimeError):
             holder(torch.randn((4, 16)))
-        moved = holder.to(torch.bfloat16)
-        half = torch.randn((4, 32), dtype=torch.bfloat16)
-        assert torch.equal(moved(half), plain.to(torch.bfloat16)(half))
+        moved = holder.to(torch.float16)
+        half = torch.randn((4, 32), dtype=torch.float16)
+        assert torch.equal(moved(half), plain.to(torch.float16)(half))
 
 
 def test_a_class_that_computes_otherwise_is_found_out():
@@ -196,4 +197,4 @@ def test_a_class_that_computes_otherwise_is_found_out():
 
     model = torch.nn.Sequential(OddRMSNorm())
     assert layers.install(model) == 0
-    assert not _same(model[0], lambda x: x)
+    assert not same_norm(model[0], lambda x: x)

@@ -1,11 +1,13 @@
 """Proves that the CPU's linear layers and norms compute what they say, on every path of this machine.
 
-Method: random rows and weights against NumPy in double. The same rows alone, beside others and on other
-numbers of threads must come back with the same bits: by that a server computes requests side by side.
+Method: random rows and weights against NumPy in double; in bf16 against torch, within one unit in the last
+place. The same rows alone, beside others and on other numbers of threads must come back with the same bits:
+by that a server computes requests side by side.
 """
 
 import numpy as np
 import pytest
+import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract, linear
@@ -16,6 +18,26 @@ SHAPES = [(16, 1), (48, 3), (64, 4), (576, 67), (1536, 130), (2048, 64), (2064, 
 
 def numbers(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def halves(*shape, seed=0):
+    """(bf16 as its bits, the same as torch's tensor)."""
+    tensor = torch.from_numpy(numbers(*shape, seed=seed)).bfloat16()
+    return bits(tensor), tensor
+
+
+def bits(tensor):
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def places(found):
+    """bf16's bits as whole numbers in their order, a unit in the last place apart."""
+    found = found.astype(np.int32)
+    return np.where(found < 0x8000, found, 0x8000 - found)
+
+
+def units_apart(found, wanted):
+    return np.abs(places(found) - places(wanted))
 
 
 def silu(x):
@@ -101,6 +123,103 @@ def test_heads_turned_to_their_positions(path, head_dim):
 
 
 @pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (80, 5)])
+def test_rows_times_weights_in_bf16(path, inputs, outputs):
+    (x, tx), (w, tw), (bias, tb) = (
+        halves(131, inputs),
+        halves(outputs, inputs, seed=1),
+        halves(outputs, seed=2),
+    )
+    for added, added_torch in ((None, None), (bias, tb)):
+        exact = tx.double() @ tw.double().T + (0 if added is None else added_torch.double())
+        bound = 2.0**-20 * (tx.double().abs() @ tw.double().abs().T) + 1e-6  # of sums in fp32
+        least, most = (places(bits((exact + off).bfloat16())) for off in (-bound, bound))
+        whole = linear.multiply(x, w, added, path=path)
+        assert (least <= places(whole)).all() and (places(whole) <= most).all()
+        for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 97, 130):
+            some = linear.multiply(x[:rows], w, added, threads=rows % 4, path=path)
+            assert np.array_equal(some, whole[:rows]), rows
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_the_gated_half_of_an_mlp_in_bf16(path, inputs, outputs):
+    """Rounded where torch rounds: both products, silu, what comes out."""
+    (x, tx), (w, tw), (up, tu) = (
+        halves(40, inputs),
+        halves(outputs, inputs, seed=1),
+        halves(outputs, inputs, seed=2),
+    )
+    whole = linear.multiply(x, w, None, up, path=path)
+    gate, held = ((tx.double() @ weights.double().T).bfloat16() for weights in (tw, tu))
+    wanted = torch.nn.functional.silu(gate) * held
+    apart = units_apart(whole, bits(wanted))
+    assert np.percentile(apart, 90) <= 1  # a product that was rounded to its other neighbour: some more
+    found = torch.from_numpy(whole.view(np.int16)).view(torch.bfloat16).double()
+    assert ((found - wanted.double()).abs() <= 2.0**-6 * (wanted.double().abs() + 1e-2)).all()
+    for rows in (1, 2, 3, 5, 8, 39):
+        assert np.array_equal(linear.multiply(x[:rows], w, None, up, threads=3, path=path), whole[:rows])
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("width", [1, 16, 31, 576, 1000])
+def test_norms_in_bf16(path, width):
+    (x, tx), (weight, tw) = halves(131, width), halves(width, seed=1)
+    over = tx.float() * torch.rsqrt(tx.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    wanted = bits(tw * over.bfloat16())
+    whole = linear.normalise(x, weight, 1e-5, path=path)
+    apart = units_apart(whole, wanted)
+    assert apart.max() <= 2 and (apart > 0).mean() <= 0.01  # both products round, and so may move by one each
+    for rows in (0, 1, 2, 64, 65, 130):
+        assert np.array_equal(linear.normalise(x[:rows], weight, 1e-5, threads=3, path=path), whole[:rows])
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("head_dim", [32, 64, 160])
+def test_heads_in_bf16_turned_as_torch_turns_them(path, head_dim):
+    """To the bit, on every path."""
+    heads = [halves(70, count, head_dim, seed=count) for count in (3, 1)]
+    (cos, tc), (sin, ts) = (halves(70, head_dim, seed=seed) for seed in (7, 8))
+    half = head_dim // 2
+    wanted = [
+        (x * tc[:, None]) + (torch.cat((-x[..., half:], x[..., :half]), -1) * ts[:, None]) for _, x in heads
+    ]
+    wanted = [bits(x) for x in wanted]
+    (q, _), (k, _) = heads
+    linear.turn(q, k, cos, sin, threads=3, path=path)
+    assert np.array_equal(q, wanted[0]) and np.array_equal(k, wanted[1])
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_no_number_in_bf16_stays_in_its_row(path, wrong):
+    (x, tx), (w, _) = halves(9, 64), halves(20, 64, seed=1)
+    well = linear.multiply(x, w, path=path)
+    tx[4, 7] = wrong
+    x = bits(tx)
+    found = linear.multiply(x, w, path=path)
+    assert ((found[4] & 0x7F80) == 0x7F80).all()
+    assert np.array_equal(np.delete(found, 4, 0), np.delete(well, 4, 0))
+    normed = linear.normalise(x, w[0], 1e-5, path=path)
+    assert ((normed[4, 7] & 0x7F80) == 0x7F80) and np.isfinite(np.delete(normed, 4, 0).astype(float)).all()
+
+
+def test_what_may_not_be_written_is_not_turned():
+    q, k, angles = numbers(2, 3, 64), numbers(2, 1, 64), numbers(2, 64)
+    kept = q.copy()
+    for name in ("q", "k"):
+        held = {"q": q.copy(), "k": k.copy()}
+        held[name].flags.writeable = False
+        with pytest.raises(InvalidArgument, match=f"{name} is read-only"):
+            linear.turn(held["q"], held["k"], angles, angles)
+        assert np.array_equal(held["q"], kept)
+    memory = numbers(2, 4, 64)
+    for turned in ((q, q), (memory[:, :3].copy(), angles[:, None])):
+        with pytest.raises(InvalidArgument, match="share memory"):
+            linear.turn(*turned, angles, angles)
+
+
+@pytest.mark.parametrize("path", HERE)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_no_number_stays_in_its_row(path, wrong):
     x, w = numbers(9, 64), numbers(20, 64, seed=1)
@@ -134,6 +253,7 @@ def test_what_does_not_fit_is_refused():
         ((q, k, angles[:1], angles), "cos is float32"),
         ((q, k, angles, angles.astype(np.float64)), "sin is float64"),
         ((numbers(2, 3, 48), numbers(2, 1, 48), numbers(2, 48), numbers(2, 48)), "a multiple of 32"),
+        ((q, k, angles.view(np.int32), angles), "cos is int32"),
     ):
         with pytest.raises(InvalidArgument, match=said):
             linear.turn(*args)

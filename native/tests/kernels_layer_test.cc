@@ -1,0 +1,201 @@
+// kvk_layer_before and kvk_layer_behind over memory of exactly the size that the arguments describe, the workspace too: numbers
+// and packed words, fp32 and bf16, beside the same calls one by one, to the bit; and arguments that must be refused.
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "kernels.h"
+#include "tests/check.h"
+
+namespace {
+
+constexpr uint32_t kHidden = 48, kHeadDim = 32, kQuery = 96, kKey = 32, kWide = 80, kGroup = 16;
+
+std::mt19937 noise_source(11);
+
+// Elements of either type; bf16 as its bits.
+struct Elements {
+  uint32_t dtype;
+  std::vector<float> floats;
+  std::vector<uint16_t> halves;
+
+  Elements(uint32_t kind, uint64_t count, float scale = 1) : dtype(kind) {
+    for (uint64_t i = 0; i < count; ++i) {
+      const float value = scale * std::normal_distribution<float>()(noise_source);
+      if (kind == KVK_F32)
+        floats.push_back(value);
+      else
+        halves.push_back(static_cast<uint16_t>(__builtin_bit_cast(uint32_t, value) >> 16));
+    }
+  }
+  void* data() { return dtype == KVK_F32 ? static_cast<void*>(floats.data()) : halves.data(); }
+  bool operator==(const Elements&) const = default;
+};
+
+struct Packed {
+  std::vector<uint32_t> words, zeros;
+  std::vector<uint16_t> scales;
+
+  Packed(uint32_t inputs, uint32_t outputs)
+      : words(uint64_t{inputs} * outputs / 8), zeros(inputs / kGroup * outputs / 8), scales(inputs / kGroup * outputs, 0x2400) {
+    for (uint32_t& word : words) word = static_cast<uint32_t>(noise_source());
+    for (uint32_t& word : zeros) word = static_cast<uint32_t>(noise_source());
+  }
+};
+
+struct Weights {
+  Elements numbers, bias;
+  Packed packed;
+  kvk_weights made{};
+
+  Weights(uint32_t dtype, bool words, uint32_t inputs, uint32_t outputs)
+      : numbers(dtype, words ? 0 : uint64_t{inputs} * outputs, 0.2f),
+        bias(words ? KVK_F32 : dtype, outputs),
+        packed(words ? inputs : 0, words ? outputs : 0) {
+    made.inputs = inputs, made.outputs = outputs, made.group = words ? kGroup : 0;
+    made.values = words ? static_cast<const void*>(packed.words.data()) : numbers.data();
+    made.bias = bias.data(), made.zeros = packed.zeros.data(), made.scales = packed.scales.data();
+  }
+};
+
+struct Layer {
+  uint32_t dtype, rows;
+  Weights query, key, value, out, gate, up, down;
+  Elements x, first, second, heads, cos, sin, q, k, v, attended, middle, result;
+  std::vector<char> workspace;
+  kvk_layer_in before{};
+  kvk_layer_out behind{};
+
+  Layer(uint32_t kind, uint32_t count, bool words)
+      : dtype(kind),
+        rows(count),
+        query(kind, words, kHidden, kQuery),
+        key(kind, words, kHidden, kKey),
+        value(kind, words, kHidden, kKey),
+        out(kind, words, kQuery, kHidden),
+        gate(kind, words, kHidden, kWide),
+        up(kind, words, kHidden, kWide),
+        down(kind, words, kWide, kHidden),
+        x(kind, count * kHidden),
+        first(kind, kHidden),
+        second(kind, kHidden),
+        heads(kind, kHeadDim),
+        cos(kind, count * kHeadDim),
+        sin(kind, count * kHeadDim),
+        q(kind, count * kQuery),
+        k(kind, count * kKey),
+        v(kind, count * kKey),
+        attended(kind, count * kQuery),
+        middle(kind, count * kHidden),
+        result(kind, count * kHidden) {
+    before.size = sizeof before, before.abi = KVK_ABI, before.rows = rows, before.head_dim = kHeadDim, before.dtype = dtype;
+    before.epsilon = 1e-5f, before.query_epsilon = 1e-4f, before.key_epsilon = 1e-3f;
+    before.x = x.data(), before.norm = first.data(), before.query_norm = before.key_norm = heads.data();
+    before.cos = cos.data(), before.sin = sin.data(), before.q = q.data(), before.k = k.data(), before.v = v.data();
+    before.query = query.made, before.key = key.made, before.value = value.made;
+    behind.size = sizeof behind, behind.abi = KVK_ABI, behind.rows = rows, behind.dtype = dtype;
+    behind.epsilon = 1e-5f, behind.factor = 0.5f;
+    behind.attended = attended.data(), behind.residual = x.data(), behind.norm = second.data();
+    behind.middle = middle.data(), behind.result = result.data();
+    behind.out = out.made, behind.gate = gate.made, behind.up = up.made, behind.down = down.made;
+  }
+
+  void run(uint32_t path, uint32_t threads) {
+    before.path = behind.path = path, before.threads = behind.threads = threads;
+    workspace.assign(kvk_layer_in_workspace(&before), 0);
+    before.workspace = workspace.data(), before.workspace_bytes = workspace.size();
+    CHECK_EQ(kvk_layer_before(&before), KVK_OK);
+    workspace.assign(kvk_layer_out_workspace(&behind), 0);
+    behind.workspace = workspace.data(), behind.workspace_bytes = workspace.size();
+    CHECK_EQ(kvk_layer_behind(&behind), KVK_OK);
+  }
+};
+
+// The part before the attention by single calls; of numbers.
+void check_before(Layer& layer, uint32_t path) {
+  const uint32_t rows = layer.rows, dtype = layer.dtype;
+  Elements normal(dtype, rows * kHidden), q(dtype, rows * kQuery), k(dtype, rows * kKey), v(dtype, rows * kKey);
+  const auto norm = [&](Elements& in, Elements& weight, uint32_t count, uint32_t width, float epsilon, Elements& out) {
+    const kvk_norm args{sizeof args, KVK_ABI,       count,      width, dtype, path,   1,
+                        in.data(),   weight.data(), out.data(), width, width, epsilon};
+    CHECK_EQ(kvk_norm_rows(&args), KVK_OK);
+  };
+  const auto product = [&](Weights& w, Elements& out) {
+    kvk_linear args{};
+    args.size = sizeof args, args.abi = KVK_ABI, args.inputs = kHidden, args.outputs = w.made.outputs, args.rows = rows;
+    args.dtype = dtype, args.path = path, args.x = normal.data(), args.w = w.numbers.data(), args.bias = w.bias.data();
+    args.out = out.data(), args.x_row_stride = kHidden, args.out_row_stride = w.made.outputs;
+    CHECK_EQ(kvk_linear_multiply(&args), KVK_OK);
+  };
+  norm(layer.x, layer.first, rows, kHidden, 1e-5f, normal);
+  product(layer.query, q), product(layer.key, k), product(layer.value, v);
+  norm(q, layer.heads, rows * kQuery / kHeadDim, kHeadDim, 1e-4f, q);
+  norm(k, layer.heads, rows * kKey / kHeadDim, kHeadDim, 1e-3f, k);
+  const kvk_turns turns{sizeof turns, KVK_ABI, rows,     kQuery / kHeadDim, kKey / kHeadDim,  kHeadDim,        dtype,
+                        path,         1,       q.data(), k.data(),          layer.cos.data(), layer.sin.data()};
+  CHECK_EQ(kvk_turn_rows(&turns), KVK_OK);
+  CHECK(q == layer.q && k == layer.k && v == layer.v);
+}
+
+}  // namespace
+
+TEST(a_layer_stays_inside_and_has_the_bits_of_its_calls) {
+  for (uint32_t path = KVK_CPU_REFERENCE; path <= KVK_CPU_AMX; ++path) {
+    if (kvk_cpu_lacks(path) != nullptr) continue;
+    for (uint32_t dtype : {KVK_F32, KVK_BF16})
+      for (uint32_t rows : {1u, 7u, 48u})
+        for (bool words : {false, true}) {
+          Layer layer(dtype, rows, words);
+          layer.run(path, 1);
+          const Elements q = layer.q, result = layer.result;
+          if (!words) check_before(layer, path);
+          layer.run(path, 3);
+          CHECK(q == layer.q && result == layer.result);
+        }
+  }
+}
+
+TEST(a_rows_bits_are_its_own) {
+  for (uint32_t dtype : {KVK_F32, KVK_BF16})
+    for (bool words : {false, true}) {
+      Layer layer(dtype, 7, words);
+      layer.run(KVK_CPU_AUTO, 1);
+      const Elements q = layer.q, result = layer.result;
+      layer.before.rows = layer.behind.rows = 1;
+      layer.run(KVK_CPU_AUTO, 1);
+      const uint64_t width = dtype == KVK_F32 ? 4 : 2;
+      CHECK(std::memcmp(Elements(q).data(), layer.q.data(), width * kQuery) == 0);
+      CHECK(std::memcmp(Elements(result).data(), layer.result.data(), width * kHidden) == 0);
+    }
+}
+
+TEST(what_does_not_fit_a_layer_is_refused) {
+  Layer layer(KVK_F32, 2, false);
+  layer.run(KVK_CPU_AUTO, 1);
+  const kvk_layer_in before = layer.before;
+  const kvk_layer_out behind = layer.behind;
+  const auto refused = [&](int status) {
+    CHECK_EQ(kvk_layer_before(&layer.before), status);
+    layer.before = before;
+  };
+  layer.before.rows = 49, refused(KVK_INVALID);
+  layer.before.dtype = KVK_F16, refused(KVK_UNSUPPORTED);
+  layer.before.key.inputs = 32, refused(KVK_INVALID);
+  layer.before.head_dim = 40, refused(KVK_INVALID);
+  layer.before.workspace_bytes = 1, refused(KVK_WORKSPACE);
+  layer.before.workspace = nullptr, refused(KVK_WORKSPACE);
+  layer.before.x = nullptr, refused(KVK_INVALID);
+  layer.before.path = 99, refused(KVK_UNSUPPORTED);
+  const auto refused_behind = [&](int status) {
+    CHECK_EQ(kvk_layer_behind(&layer.behind), status);
+    layer.behind = behind;
+  };
+  layer.behind.up.outputs = 64, refused_behind(KVK_INVALID);
+  layer.behind.up.group = kGroup, refused_behind(KVK_INVALID);
+  layer.behind.down.inputs = 64, refused_behind(KVK_INVALID);
+  layer.behind.down.outputs = 64, refused_behind(KVK_INVALID);
+  layer.behind.workspace_bytes = 0, refused_behind(KVK_WORKSPACE);
+  layer.behind.attended = nullptr, refused_behind(KVK_INVALID);
+  CHECK_EQ(kvk_layer_in_workspace(nullptr), 0u);
+  CHECK_EQ(kvk_layer_out_workspace(nullptr), 0u);
+}
