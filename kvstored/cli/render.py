@@ -147,9 +147,11 @@ def _namespace_lines(namespace: dict[str, Any], rates: dict[str, float] | None) 
     of = namespace["counters"].get
     used, capacity, faulted = of("used_bytes", 0), of("capacity_bytes", 0), of("faulted_bytes", 0)
     hits, misses = of("hits", 0), of("misses", 0)
+    made = of("huge_bytes", 0) if not namespace["huge_pages"] else 0
+    huge = f"{approximate_size(made)} of it huge pages, " if made else ""
     lines.append(
         f"  memory    {approximate_size(used)} of {approximate_size(capacity)} used "
-        f"({percent(used, capacity)}), {approximate_size(faulted)} faulted in, "
+        f"({percent(used, capacity)}), {approximate_size(faulted)} faulted in, {huge}"
         f"{'huge pages ' if namespace['huge_pages'] else ''}in {namespace['place']}"
     )
     lines.append(

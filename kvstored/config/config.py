@@ -84,6 +84,11 @@ class Config:
         "",
         _path,
     )
+    huge_after_s: int = _field(
+        "seconds from when the pool is in memory until the daemon makes it of huge pages where the file "
+        "system did not, with a fifth of a processor (Linux 6.6 or newer); 0: never",
+        30, _whole, unit="seconds", low=0, high=86400,
+    )  # fmt: skip
     namespaces: tuple[Namespace, ...] = _field(
         "the isolated parts of the store: a table each with memory (a share or a size; absent: the rest), "
         "disk_quota, readers, writers (users and @groups) and salt. On one line: "
@@ -106,13 +111,8 @@ class Config:
     )  # fmt: skip
     disk_quota: int = _field(
         "most bytes on disk, all directories and namespaces together",
-        0,
-        parse_size,
-        unit="bytes",
-        low=0,
-        high=1 << 50,
-        show=format_size,
-    )
+        0, parse_size, unit="bytes", low=0, high=1 << 50, show=format_size,
+    )  # fmt: skip
     disk_mounted: bool = _field(
         "whether each directory in disk must be on another file system than /, so that a disk that is not "
         "mounted does not fill the root file system",

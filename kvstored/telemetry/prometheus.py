@@ -21,6 +21,7 @@ STORE_METRICS: dict[str, About] = {
     "capacity_bytes": ("kvstored_pool_capacity_bytes", "gauge", "Size the pool may grow to."),
     "frontier_bytes": ("kvstored_pool_frontier_bytes", "gauge", "Size the pool has grown to."),
     "faulted_bytes": ("kvstored_pool_faulted_bytes", "gauge", "Part of the pool that is faulted in."),
+    "huge_bytes": ("kvstored_pool_huge_bytes", "gauge", "Part of the pool that was made of huge pages."),
     "used_bytes": ("kvstored_pool_used_bytes", "gauge", "Memory that blocks occupy, whatever their state."),
     "blocks": ("kvstored_blocks", "gauge", "Sealed blocks in memory."),
     "max_blocks": ("kvstored_blocks_limit", "gauge", "Most blocks at a time."),

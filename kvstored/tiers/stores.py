@@ -46,6 +46,7 @@ def new_store(config: Config, pool: Pool) -> Any:
         bool(config.disks_of(pool.geometry.namespace)),
         config.disk_write_priority,
         config.disk_pending_writes or pool.geometry.max_blocks,
+        config.huge_after_s * 1000,
     )
 
 

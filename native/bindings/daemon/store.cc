@@ -152,7 +152,7 @@ nb::dict store_stats(Store& store) {
   nb::dict out;
 #define X(name) out[#name] = s.name;
   // clang-format off
-  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created)
+  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(huge_bytes) X(slack_bytes) X(blocks) X(created)
   X(zombies) X(quarantined) X(on_disk) X(pending_writes) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
   X(longest_hold_ns) X(long_holds)
   KV_STORE_COUNTERS(X);
@@ -257,17 +257,19 @@ void bind_store(nb::module_& m) {
           "__init__",
           [](Store* self, std::string name, int table_fd, int progress_fd, int pool_fd, uint64_t capacity_bytes,
              uint32_t max_blocks, const nb::bytes& pool_id, std::string directory, std::string prefix, bool adopt, bool disk,
-             uint32_t write_at_once_priority, uint32_t max_pending_writes) {
+             uint32_t write_at_once_priority, uint32_t max_pending_writes, uint32_t huge_after_ms) {
             kv::Id id{};
             if (pool_id.size() != id.size()) throw Error(Code::InvalidArgument, "pool_id must have 16 bytes");
             std::memcpy(id.data(), pool_id.data(), id.size());
             nb::gil_scoped_release release;
-            new (self) Store({std::move(name), table_fd, progress_fd, pool_fd, capacity_bytes, max_blocks, id,
-                              std::move(directory), std::move(prefix), adopt, disk, write_at_once_priority, max_pending_writes});
+            new (self)
+                Store({std::move(name), table_fd, progress_fd, pool_fd, capacity_bytes, max_blocks, id, std::move(directory),
+                       std::move(prefix), adopt, disk, write_at_once_priority, max_pending_writes, huge_after_ms});
           },
           nb::arg("name"), nb::arg("table_fd"), nb::arg("progress_fd"), nb::arg("pool_fd"), nb::arg("capacity_bytes"),
           nb::arg("max_blocks"), nb::arg("pool_id"), nb::arg("segment_dir"), nb::arg("segment_prefix"), nb::arg("adopt") = false,
-          nb::arg("disk") = false, nb::arg("write_at_once_priority") = kv::kMaxPriority, nb::arg("max_pending_writes") = 1024)
+          nb::arg("disk") = false, nb::arg("write_at_once_priority") = kv::kMaxPriority, nb::arg("max_pending_writes") = 1024,
+          nb::arg("huge_after_ms") = 0)
       .def_static("table_bytes", &Store::table_bytes, nb::arg("max_blocks"), nb::arg("capacity_bytes"),
                   nb::arg("layouts") = kv::kMaxLayouts)
       .def_static("progress_bytes",

@@ -7,16 +7,14 @@
 #include "core/base/error.h"
 
 namespace kv {
-namespace {
-constexpr uint64_t kHugeBytes = 2ull << 20;
-}
+namespace {}
 
-Staging::Staging(uint32_t count) : bytes_(round_up(count * kBufferBytes, kHugeBytes) + kHugeBytes) {
+Staging::Staging(uint32_t count) : bytes_(round_up(count * kBufferBytes, kHugePageBytes) + kHugePageBytes) {
   void* base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) throw Error(Code::Unavailable, errno_text("buffers for reading"));
   base_ = static_cast<std::byte*>(base);
   ::madvise(base_, bytes_, MADV_HUGEPAGE);  // refused, it works with small pages
-  const uint64_t first = round_up(reinterpret_cast<uintptr_t>(base_), kHugeBytes) - reinterpret_cast<uintptr_t>(base_);
+  const uint64_t first = round_up(reinterpret_cast<uintptr_t>(base_), kHugePageBytes) - reinterpret_cast<uintptr_t>(base_);
   for (uint32_t i = count; i-- > 0;) free_.push_back(base_ + first + i * kBufferBytes);
 }
 

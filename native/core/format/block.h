@@ -77,7 +77,7 @@ inline constexpr uint32_t kTouchRing = 1024;  // entries of the lossy hit ring i
 inline constexpr uint32_t kProbeTries = 64;   // torn reads before a reader asks the socket
 inline constexpr uint64_t kLayerAlign = 512;  // layers start on multiples of this in extent and file
 inline constexpr uint64_t kLineBytes = 64;
-inline constexpr uint64_t kPageBytes = 4096;
+inline constexpr uint64_t kPageBytes = 4096, kHugePageBytes = 2ull << 20;
 inline constexpr uint64_t kGrowStep = 64ull << 20;  // the pool grows by this much at a time
 
 struct Key {

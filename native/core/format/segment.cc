@@ -16,9 +16,37 @@ void Fd::reset(int fd) {
   fd_ = fd;
 }
 
+namespace {
+
+bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kHugePageBytes == 0; }
+
+// At an address where the page tables can name its huge pages whole. The kernel chooses such a one by itself where the file
+// system says that it has them. Null where there is no room for it.
+void* map_aligned(int fd, size_t length, int protection) {
+  const size_t room = length + kHugePageBytes;
+  void* const reserved = ::mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) return nullptr;
+  auto* const begin = static_cast<std::byte*>(reserved);
+  std::byte* const at = begin + (kHugePageBytes - reinterpret_cast<uintptr_t>(reserved) % kHugePageBytes) % kHugePageBytes;
+  if (::mmap(at, length, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    ::munmap(reserved, room);
+    return nullptr;
+  }
+  const uintptr_t page = kPageBytes;
+  auto* const end = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(at) + length + page - 1) / page * page);
+  if (at > begin) ::munmap(begin, static_cast<size_t>(at - begin));
+  if (begin + room > end) ::munmap(end, static_cast<size_t>(begin + room - end));
+  return at;
+}
+
+}  // namespace
+
 Mapping::Mapping(int fd, size_t length, bool writable) {
-  void* p = ::mmap(nullptr, length, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
+  const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* p = ::mmap(nullptr, length, protection, MAP_SHARED, fd, 0);
   if (p == MAP_FAILED) throw Error(Code::Unavailable, errno_text("mmap of " + std::to_string(length) + " bytes"));
+  if (length >= kHugePageBytes && !is_aligned(p))
+    if (void* const aligned = map_aligned(fd, length, protection)) ::munmap(p, length), p = aligned;
   base_ = static_cast<std::byte*>(p);
   length_ = length;
 }

@@ -128,7 +128,7 @@ struct SessionInfo {
 };
 
 struct Stats {
-  uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, slack_bytes;
+  uint64_t used_bytes, capacity_bytes, frontier_bytes, faulted_bytes, huge_bytes, slack_bytes;
   uint64_t blocks, created, zombies, quarantined, on_disk, pending_writes, pins, sessions, max_blocks, epoch, fenced, draining;
   PinsHeld held[kPinOwners];             // by owner
   uint64_t longest_hold_ns, long_holds;  // of the store's lock, without a pause; those over half a millisecond

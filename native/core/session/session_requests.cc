@@ -152,7 +152,7 @@ std::string stats_json(Store& store) {
   };
 #define X(name) field(#name, s.name);
   // clang-format off
-  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(slack_bytes) X(blocks) X(created)
+  X(used_bytes) X(capacity_bytes) X(frontier_bytes) X(faulted_bytes) X(huge_bytes) X(slack_bytes) X(blocks) X(created)
   X(zombies) X(quarantined) X(on_disk) X(pending_writes) X(pins) X(sessions) X(max_blocks) X(epoch) X(fenced) X(draining)
   X(longest_hold_ns) X(long_holds)
   KV_STORE_COUNTERS(X);

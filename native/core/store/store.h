@@ -59,7 +59,7 @@ class Store {
     bool adopt;
     bool disk = false;                               // a disk tier will be attached: blocks on disk keep a record
     uint32_t write_at_once_priority = kMaxPriority;  // from this priority on a block is written at once, else at its second use
-    uint32_t max_pending_writes = 1024;
+    uint32_t max_pending_writes = 1024, huge_after_ms = 0;  // the latter as Pool has it
   };
   explicit Store(const Options& options);
   ~Store();

@@ -90,7 +90,7 @@ Store::Store(const Options& options)
     : options_(options),
       table_fd_(duplicate(options.table_fd)),
       progress_fd_(duplicate(options.progress_fd)),
-      pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options)),
+      pool_(options.pool_fd, options.capacity_bytes, adopted_frontier(options), options.huge_after_ms),
       arena_(1),
       places_(options.max_blocks),
       policy_(RecordPlaces{&places_}, options.max_blocks, options.capacity_bytes),

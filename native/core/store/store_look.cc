@@ -19,6 +19,7 @@ Stats Store::stats() {
   s.capacity_bytes = options_.capacity_bytes;
   s.frontier_bytes = pool_.frontier();
   s.faulted_bytes = pool_.faulted();
+  s.huge_bytes = pool_.huge();
   s.slack_bytes = arena_.slack_bytes();
   s.zombies = pins_.zombies.size();
   s.created = blocks_.created;

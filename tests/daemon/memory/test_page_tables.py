@@ -63,7 +63,7 @@ print(json.dumps(found))
 
 @pytest.fixture
 def run(daemon, capsys):
-    kvstored = daemon(memory=f"{POOL_MIB}MiB")
+    kvstored = daemon(f"{POOL_MIB}MiB", ("--huge-after-s", "0"))
 
     def faulted() -> bool:
         assert main(["status", "--json", "--dir", str(kvstored.dir)]) == 0
