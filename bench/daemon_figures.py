@@ -95,13 +95,19 @@ class Daemon:
         return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
 
     def wait_faulted(self) -> None:
+        self._wait_for("faulted_bytes", "faulted in")
+
+    def wait_huge(self) -> None:
+        self._wait_for("huge_bytes", "of huge pages")
+
+    def _wait_for(self, counter: str, what: str) -> None:
         deadline = time.monotonic() + FAULT_S
         while True:
             counters = self.stats()["namespaces"][0]["counters"]
-            if counters["faulted_bytes"] == counters["capacity_bytes"]:
+            if counters[counter] == counters["capacity_bytes"]:
                 return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the pool is not faulted in after {FAULT_S} s")
+                raise RuntimeError(f"the pool is not {what} after {FAULT_S} s")
             select.select([], [], [], 0.1)
 
     def remove_pool(self) -> None:

@@ -4,7 +4,7 @@
     python -m bench.crowd --holds [--blocks 1048576] [--sessions 1000]    (1M blocks: 4 GiB of memory)
     python -m bench.crowd --attach [--sessions 1000]
     python -m bench.crowd --million [--blocks 1000000] [--pages small]    (4 GiB of memory, a few minutes)
-    python -m bench.crowd --clients 64 [--seconds 10] [--pages small]
+    python -m bench.crowd --clients 64 [--seconds 10] [--pages small|made]
 
 Puts beside many pins and the holds of the store's lock count processor time (puts.py). The others start a
 daemon and go by the clock: a quiet machine is needed. Nothing is judged: the reach stands beside the figure.
@@ -36,8 +36,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--pages",
-        choices=("huge", "small"),
-        help="with --million, --clients: the memory's (default: huge where a tmpfs can be mounted)",
+        choices=("huge", "small", "made"),
+        help="with --million, --clients: the memory's (default: huge where a tmpfs can be mounted); "
+        "made: with --clients, small ones that the daemon has made huge",
     )
     parser.add_argument("--clients", type=int, default=0, help="so many processes that put at the same time")
     parser.add_argument("--seconds", type=float, default=10, help="with --clients (default %(default)s)")
@@ -46,6 +47,8 @@ def main() -> None:
     if chosen.attach:
         figures = sessions.measure(chosen.sessions)
     elif chosen.million:
+        if pages == "made":
+            parser.error("--pages made goes with --clients only")
         figures = million.measure(chosen.blocks or 1_000_000, pages)
     elif chosen.clients:
         figures = clients.measure(chosen.clients, chosen.seconds, pages)

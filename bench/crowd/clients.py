@@ -122,15 +122,17 @@ def _run(work: Callable[..., dict], count: int, directory: Path, seconds: float)
 
 
 def measure(count: int, seconds: float, pages: str) -> dict:
-    """`pages`: "huge" or "small"."""
+    """`pages`: "huge" (of the file system), "small", or "made": small ones that the daemon made huge."""
     with contextlib.ExitStack() as stack:
         home, pool = (stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcrowd-")) for _ in range(2))
-        args = ("--pool-dir", pool) if pages == "huge" else ()
-        if args:
+        args = {"huge": ("--pool-dir", pool), "made": ("--huge-after-s", "1")}.get(pages, ())
+        if pages == "huge":
             stack.enter_context(huge_tmpfs(Path(pool), 1 << 30))
         with Daemon(Path(home) / "d", "256MiB", *args) as daemon:
             daemon.start()
             daemon.wait_faulted()
+            if pages == "made":
+                daemon.wait_huge()
             told = _run(_client, count, daemon.directory, seconds)
         processor_ms = median(each["processor_ms"] for each in told)
         floor = _run(partial(_busy, processor_ms), count, Path(home), seconds)
