@@ -4,6 +4,7 @@
 #include "core/files/fsck.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -204,6 +205,31 @@ TEST(a_directory_in_use_is_not_repaired) {
   } catch (const Error& error) {
     CHECK(error.code == Code::FailedPrecondition);
   }
+}
+
+// With every number of descriptors from too few on: there is one with which the directory is listed and its block is not opened.
+TEST(a_block_that_cannot_be_opened_is_not_taken_for_corrupt) {
+  Tree tree;
+  const std::string good = tree.block(1);
+  rlimit before{};
+  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const Fd probe(::open("/", O_RDONLY | O_CLOEXEC));
+  uint64_t unopened = 0;
+  for (rlim_t more = 0; more < 12; ++more) {
+    const rlimit few{static_cast<rlim_t>(probe.get()) + 1 + more, before.rlim_max};
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+    try {
+      const FsckReport report = tree.check({.repair = true});
+      unopened += report.found[static_cast<size_t>(Finding::Unopened)];
+      CHECK_EQ(report.found[static_cast<size_t>(Finding::Corrupt)], 0u);
+      CHECK(more + 1 < 12 || report.wrong() == 0);
+    } catch (const Error& error) {  // not even the directory
+      CHECK(error.code == Code::Unavailable);
+    }
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+    CHECK(fs::exists(tree.directory / good));
+  }
+  CHECK(unopened > 0);
 }
 
 TEST(nothing_is_made_where_nothing_was) {

@@ -104,31 +104,36 @@ class Check {
     report_.bytes += found.bytes;
     if (found.written_s <= flushed_s_) return report(Finding::Leftover, path, "flushed, and not removed yet");
     if (deleted_.contains(found.key)) return report(Finding::Leftover, path, "deleted, and not removed yet");
-    std::string wrong = wrong_with(path, found.key);
-    if (!wrong.empty() && !lock_) {  // a running daemon may have written over what was read
+    Wrong wrong = wrong_with(path, found.key);
+    if (!wrong.why.empty() && !lock_) {  // a running daemon may have written over what was read
       const uint64_t read = report_.read_bytes;
       wrong = wrong_with(path, found.key);
       report_.read_bytes = read;  // once
     }
-    if (!wrong.empty()) report(Finding::Corrupt, path, wrong);
+    if (!wrong.why.empty()) report(wrong.kind, path, wrong.why);
     const auto now = std::chrono::steady_clock::now();
     if (!visitor_.progress || now - last_progress_ < kProgressEvery) return;
     last_progress_ = now;
     visitor_.progress(report_);
   }
 
-  // Empty, or what is wrong with the file.
-  std::string wrong_with(const std::string& path, const Key& key) {
+  // Of a block; nothing is where `why` is empty.
+  struct Wrong {
+    Finding kind = Finding::Corrupt;
+    std::string why;
+  };
+
+  Wrong wrong_with(const std::string& path, const Key& key) {
     uint64_t bytes = 0;
     int opened = direct_.open_read(path, &bytes);
     if (opened == -EINVAL) opened = buffered_.open_read(path, &bytes);
     if (opened == -ENOENT || opened == -EAGAIN) return {};  // a running daemon removed it, or somebody has a lease on it
-    if (opened < 0) return "cannot be opened: " + text(opened);
+    if (opened < 0) return {Finding::Unopened, "cannot be opened: " + text(opened)};
     const Fd fd(opened);
     reader_.open(fd.get(), bytes);
-    const std::string wrong = wrong_bytes(key, bytes);
+    std::string why = wrong_bytes(key, bytes);
     report_.read_bytes += reader_.read_bytes();
-    return wrong;
+    return {Finding::Corrupt, std::move(why)};
   }
 
   std::string wrong_bytes(const Key& key, uint64_t bytes) {
@@ -207,7 +212,8 @@ class Check {
   void report(Finding kind, const std::string& path, const std::string& why) {
     ++report_.found[static_cast<size_t>(kind)];
     Action action = Action::None;
-    if (options_.repair && kind != Finding::Unusable && kind != Finding::Foreign) {
+    const bool stays = kind == Finding::Unusable || kind == Finding::Foreign || kind == Finding::Unopened;
+    if (options_.repair && !stays) {
       const bool keep = options_.keep_corrupt && (kind == Finding::Corrupt || kind == Finding::Misplaced);
       const int answer = keep ? buffered_.aside(path) : buffered_.remove(path);
       action = answer != 0 ? Action::Failed : keep ? Action::Kept : Action::Removed;
@@ -239,6 +245,7 @@ std::string_view name(Finding kind) {
     case Finding::Blocked: return "blocked";
     case Finding::Unusable: return "unusable";
     case Finding::Foreign: return "foreign";
+    case Finding::Unopened: return "unopened";
   }
   return "?";
 }

@@ -2,7 +2,7 @@
 // removing what no daemon would ever serve. Never touches what has no name of ours, never makes anything in the directory
 // but DIR/aside, never changes a file's bytes.
 //
-// Invariant: after a repair without errors, a second check finds nothing wrong.
+// Invariant: after a repair without errors, a second check finds nothing wrong but what a repair never removes.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,9 @@ enum class Finding : uint32_t {
   Blocked,    // a link, FIFO, socket or device where a block should be
   Unusable,   // a directory where a block should be, or no directory where one should be: never removed
   Foreign,    // not ours: reported only, not wrong
+  Unopened,   // a block that cannot be opened now (permissions, descriptors, memory): it may be good, and is never removed
 };
-inline constexpr size_t kFindings = 6;
+inline constexpr size_t kFindings = 7;
 std::string_view name(Finding kind);
 
 enum class Action : uint32_t { None, Removed, Kept, Failed };  // Kept: in DIR/aside
