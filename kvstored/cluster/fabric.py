@@ -82,7 +82,7 @@ class Fabric:
         try:
             self.members.tell(segment=mooncake.segment, endpoint=mooncake.endpoint)
         except Away:
-            pass  # with the next lease
+            pass  # with the next look
 
         def hosts() -> dict[str, str]:
             told = self.members.members.values()

@@ -49,6 +49,7 @@ class Membership:
         self._root = f"{ROOT}/{cluster}"
         self._node, self._about = node, dict(about)
         self._lease = ""
+        self._written = False  # what others are told, under that lease
         self._looked_s = 0.0
         self.members: dict[str, dict[str, Any]] = {}
         self.away = ""  # why etcd does not answer, or ""
@@ -86,17 +87,21 @@ class Membership:
         if self._lease:
             said = self._call("lease/keepalive", {"ID": self._lease})
             if int(said.get("result", {}).get("TTL", 0)) > 0:
+                if not self._written:
+                    self._tell_about()
                 return
         self._lease = self._call("lease/grant", {"TTL": LEASE_S})["ID"]  # it ran out, or there was none
         self._tell_about()
 
     def tell(self, **about: Any) -> None:
-        """What others are told of this host besides. Raises Away; it is told with the next lease then."""
+        """What others are told of this host besides. Raises Away; it is told with the next look then."""
         self._about.update(about)
         self._tell_about()
 
     def _tell_about(self) -> None:
+        self._written = False
         self._put(f"{self._root}/nodes/{self._node}", {**self._about, "since": time.time()})
+        self._written = True
 
     def _put(self, key: str, value: Mapping[str, Any]) -> None:
         self._call("kv/put", {"key": _b64(key), "value": _b64(json.dumps(value)), "lease": self._lease})

@@ -32,6 +32,10 @@ class Unusable(Exception):
     """Mooncake cannot be used; the text says why."""
 
 
+class NoRoom(Exception):
+    """There is no memory here for a read to land in: nothing is said of the host that would have given it."""
+
+
 class Place(NamedTuple):
     """Where a replica of an object lies."""
 
@@ -184,11 +188,10 @@ class Mooncake:
         return found
 
     def read(self, place: Place, length: int) -> bytes | None:
-        """The first so many bytes of what lies there. None: its host does not give them, or there is no room
-        to land them."""
+        """The first so many bytes of what lies there. None: its host does not give them. Raises NoRoom."""
         offset = self._landing.take(length)
         if offset is None:
-            return None
+            raise NoRoom(f"{length} bytes")
         try:
             at = self._landing.start + offset
             if self._engine.transfer_sync_read(place.endpoint, at, place.address, length):

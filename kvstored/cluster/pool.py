@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from kvstored.cluster.frames import Broken, Frame
-from kvstored.cluster.mooncake import Extent, Place
+from kvstored.cluster.mooncake import Extent, NoRoom, Place
 from kvstored.cluster.stored import FIRST_BYTES, FORMAT, Described, describe, described_bytes, pack
 
 GET_S, PUT_S = 0.9, 0.8
@@ -264,6 +264,8 @@ class Pool:
         try:
             if into.result(0):
                 return True
+        except OSError:  # the extent cannot be mapped: nothing is said of the host
+            return False
         except Exception:  # as a read that failed
             pass
         self._leave_alone(place.endpoint)
@@ -323,6 +325,8 @@ class Pool:
     def _good(self, future: concurrent.futures.Future[Any], place: Place, checked: Any) -> Any:
         try:
             data = future.result(0)
+        except NoRoom:
+            return None
         except Exception:  # as a read that failed, or of what is no block
             data = None
         if not data:

@@ -146,10 +146,12 @@ class Sidecar:
                 os.close(tells)
             self._process = process
             assert process.stdin
+            if self._over.is_set():  # close() may have seen none yet
+                process.stdin.close()
             try:
                 process.stdin.write(json.dumps(self._said | {"tells": tells}).encode() + b"\n")
                 process.stdin.flush()
-            except OSError:  # it ended at once: wait() says so
+            except (OSError, ValueError):  # it ended at once, or is to end: wait() says so
                 pass
             with open(hears, "rb") as lines:
                 self._hear(lines)
@@ -179,6 +181,8 @@ class Sidecar:
         self._over.set()
         process = self._process
         if process is None or process.stdin is None:
+            if self._thread.is_alive():
+                self._thread.join(STOP_S)
             return
         try:
             process.stdin.close()

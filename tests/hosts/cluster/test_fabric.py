@@ -6,12 +6,14 @@ is an object with a clock of its own.
 """
 
 import io
+import subprocess
+import sys
 import threading
 import types
 
 import pytest
 
-from kvstored.cluster import frames
+from kvstored.cluster import frames, sidecar
 from kvstored.cluster.frames import Broken, Stream
 from kvstored.cluster.sidecar import Sidecar
 
@@ -37,6 +39,20 @@ def test_nothing_is_imported_from_the_directory_that_the_daemon_was_started_in(t
     tried._watch()  # it is told nothing that it could work with, and ends
     assert tried._process.returncode == 1
     assert not (tmp_path / "trapped").exists()
+
+
+def test_a_fabric_that_starts_while_its_daemon_stops_ends_too(monkeypatch):
+    """close() came between the decision to start it and its process."""
+    over, started = threading.Event(), subprocess.Popen
+    late = bare(_over=over, _peers=types.SimpleNamespace(placer_ended=lambda: None))
+
+    def start(words, **about):
+        over.set()
+        return started([sys.executable, "-c", "import sys; sys.exit(len(sys.stdin.read()) > 0)"], **about)
+
+    monkeypatch.setattr(sidecar.subprocess, "Popen", start)
+    late._watch()
+    assert late._process.returncode == 0, "it read to the end, and nothing"
 
 
 @pytest.mark.parametrize("tail", [b"5\n", b"[1]\n", b"null\n", b'"\xc3\n', b"\xa4\n", b"{\n"])

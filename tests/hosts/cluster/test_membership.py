@@ -112,6 +112,26 @@ def test_a_proxy_of_the_environment_is_not_asked(etcd, monkeypatch):
         assert membership.look(), membership.away
 
 
+@pytest.mark.parametrize("also", [{}, {"segment": "s"}])
+def test_what_could_not_be_told_is_told_with_the_next_look(etcd, also):
+    """Not with the next lease: one that is kept alive never ends."""
+    membership, answers = etcd
+    answers["/v3/lease/keepalive"] = {"result": {"TTL": "15"}}
+    if also:
+        assert membership.look()
+    answers["/v3/kv/put"] = []  # as from who is no etcd
+    if also:
+        with pytest.raises(Away):
+            membership.tell(**also)
+    else:
+        assert not membership.look()
+    answers["/v3/kv/put"] = {}
+    told, put = [], membership._put
+    membership._put = lambda key, value: told.append(value) or put(key, value)
+    assert membership.look() and membership.look()
+    assert [value.get("segment") for value in told] == [also.get("segment")]
+
+
 @pytest.mark.parametrize("answer", [{"result": None}, {"result": 5}, []])
 def test_a_lease_that_is_none_is_etcd_away(etcd, answer):
     membership, answers = etcd

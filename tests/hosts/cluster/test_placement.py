@@ -10,7 +10,7 @@ import types
 import pytest
 
 from kvstored.cluster import pool
-from kvstored.cluster.mooncake import Landing, Mooncake, Place
+from kvstored.cluster.mooncake import Extent, Landing, Mooncake, NoRoom, Place
 from kvstored.cluster.pool import Pool
 from tests.hosts.cluster.machines import KEY, WAIT_S, Machines, block
 
@@ -119,6 +119,25 @@ def test_a_master_that_does_not_answer_is_a_miss(four):
     assert len(made.put("default", KEY, BLOCK)) == 0 and made.counts["put_failed"] == 1
 
 
+def test_a_host_is_not_left_alone_because_memory_is_short_here(four):
+    machines, made = four
+    made.put("default", KEY, BLOCK)
+    straight = machines.read
+
+    def read(place, length):
+        raise NoRoom
+
+    machines.read = read
+    assert got(made) is None
+    machines.read = straight
+    places = made.find("default", KEY)
+    known, _ = made.describe(places, KEY, lambda: None)
+    ended = threading.Event()
+    extent = Extent(-1, 0, known.extent_bytes)  # cannot be written to
+    assert made.bring(places, known, extent, lambda: None, ended.set) is None and ended.is_set()
+    assert len(made.reached("default", KEY)) == 2, "both would have given it"
+
+
 def test_memory_that_a_read_lands_in_is_quarantined_until_it_is_over():
     over, begun, landed = threading.Event(), threading.Event(), []
 
@@ -136,7 +155,8 @@ def test_memory_that_a_read_lands_in_is_quarantined_until_it_is_over():
     late.start()
     assert begun.wait(WAIT_S)
     assert len(mooncake.read(Place("live", 0, 20000), 20000)) == 20000
-    assert mooncake.read(Place("live", 0, 40000), 40000) is None, "no room: the rest is the late one's"
+    with pytest.raises(NoRoom):  # the rest is the late one's
+        mooncake.read(Place("live", 0, 40000), 40000)
     first, second = landed
     assert second[0] >= first[0] + first[1]
     over.set()
