@@ -48,6 +48,8 @@ class Attends:
         if type(angles) is not tuple or len(angles) != 2:
             return False
         heads = self.module.head_dim
+        if heads % LANES:
+            return False
         return not self.is_turned() or (fits(angles[0], hidden, heads) and fits(angles[1], hidden, heads))
 
     def is_turned(self) -> bool:

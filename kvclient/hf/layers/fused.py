@@ -72,20 +72,21 @@ class Fused:
     def __init__(self, module: Any, attends: Attends) -> None:
         self._module, self._attends = module, attends
         self._sealed: Sealed | None = None
-        self._dtype: torch.dtype | None = None
+        self._made_for: tuple[torch.dtype, int] | None = None
         self._made: dict[str, Any] = {}
         self._free: list[tuple[Any, Any, Sealed | None]] = []
 
     def stands(self, dtype: torch.dtype) -> bool:
         """Whether it can compute rows of that type; made anew where a tensor is another since."""
-        if self._sealed is not None and self._dtype is dtype and self._sealed.stands():
+        made_for = dtype, self._attends.module.head_dim
+        if self._sealed is not None and self._made_for == made_for and self._sealed.stands():
             return True
         sealed = Sealed()
         made = self._weights(sealed, dtype)
         self._sealed, self._free = None, []
         if made is None or not sealed.stands():
             return False
-        self._sealed, self._dtype, self._made = sealed, dtype, made
+        self._sealed, self._made_for, self._made = sealed, made_for, made
         return True
 
     def _weights(self, sealed: Sealed, dtype: torch.dtype) -> dict[str, Any] | None:
@@ -123,8 +124,10 @@ class Fused:
         """Structs that no other call has until give()."""
         if self._free:
             return self._free.pop()
-        made, kind, sealed = self._made, DTYPES[self._dtype], self._sealed
-        before = contract.LayerIn(_IN, contract.ABI, 0, self._attends.module.head_dim, kind)
+        assert self._made_for is not None
+        made, sealed, (dtype, heads) = self._made, self._sealed, self._made_for
+        kind = DTYPES[dtype]
+        before = contract.LayerIn(_IN, contract.ABI, 0, heads, kind)
         behind = contract.LayerOut(_OUT, contract.ABI, 0, kind)
         before.query, before.key, before.value = made["query"], made["key"], made["value"]
         behind.out, behind.gate = made["out"], made["gate"]

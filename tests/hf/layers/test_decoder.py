@@ -204,6 +204,21 @@ def test_what_is_changed_of_a_kind_counts(kind, change):
     assert near(logits(model, ids), logits(plain, ids), 3e-5)
 
 
+@pytest.mark.parametrize("head_dim", [16, 64])
+@torch.no_grad()
+def test_heads_of_another_size_afterwards(head_dim):
+    """Of 16 the kernel turns none; of 64 a struct made for 32 would turn others."""
+    model, plain = both(hidden_size=128, head_dim=32, num_attention_heads=4, num_key_value_heads=2)
+    hidden = torch.randn(1, 3, 128)
+    angles = [tuple(torch.randn(1, 3, wide) for _ in range(2)) for wide in (32, head_dim)]
+    blocks = [each.model.layers[0] for each in (model, plain)]
+    for size, turned in zip((32, head_dim), angles, strict=True):
+        for block in blocks:
+            block.self_attn.head_dim = size
+        found, wanted = (block(hidden, position_embeddings=turned) for block in blocks)
+        assert near(found, wanted, 3e-5)
+
+
 def test_a_part_of_another_type_is_refused_as_torch_refuses_it():
     for name in ("self_attn.o_proj", "mlp.down_proj", "self_attn.q_proj"):
         model, _ = both()
