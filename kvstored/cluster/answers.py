@@ -27,6 +27,7 @@ from kvstored.cluster.pool import THREADS, Pool
 from kvstored.cluster.stored import Described
 
 MOST_STREAMS = 64
+MOST_STRANGERS = 16  # who have not proven anything yet: the oldest makes room for the next
 ACCEPT_PAUSE_S = 0.05
 MOST_TOLD = 1024  # numbers of loans in a frame
 ROOM = struct.Struct("<QQQ")
@@ -42,7 +43,8 @@ class Answers:
         self._pool, self._node, self._daemon = pool, node, daemon
         self._salts, self._memory = salts, memory
         self._over: dict[str, list[int]] = {space: [] for space in salts}  # loans, until they are told of
-        self._lock = threading.Lock()  # guards it
+        self._lock = threading.Lock()  # guards it, and who is a stranger yet
+        self._strangers: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", port), backlog=16)
 
     def serve(self) -> None:
@@ -63,7 +65,7 @@ class Answers:
         stream = Stream(plain)
         space, told = "", list[int]()
         try:
-            space = frames.admit(stream, self._node, self._salts, self._daemon)
+            space = self._admit(plain, stream)
             while True:
                 asked = stream.take(None)
                 if asked.kind not in (frames.PING, frames.FETCH):
@@ -81,6 +83,21 @@ class Answers:
             if told:  # perhaps nobody read it; to be told twice does no harm
                 with self._lock:
                     self._over[space] += told
+
+    def _admit(self, plain: socket.socket, stream: Stream) -> str:
+        """The namespace that it wants. Raises Broken for who is not our daemon, or says nothing."""
+        with self._lock:
+            self._strangers.append(plain)
+            if len(self._strangers) > MOST_STRANGERS:
+                try:
+                    self._strangers[0].shutdown(socket.SHUT_RDWR)  # its thread closes it
+                except OSError:  # it has hung up
+                    pass
+        try:
+            return frames.admit(stream, self._node, self._salts, self._daemon)
+        finally:
+            with self._lock:
+                self._strangers.remove(plain)
 
     def _tell_over(self, stream: Stream, space: str, request: int) -> list[int]:
         """What it has told; nothing of it is kept."""

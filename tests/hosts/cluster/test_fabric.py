@@ -6,6 +6,7 @@ is an object with a clock of its own.
 """
 
 import io
+import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +14,12 @@ import types
 
 import pytest
 
-from kvstored.cluster import frames, sidecar
+from kvstored.cluster import answers, frames, sidecar
+from kvstored.cluster.answers import Answers
 from kvstored.cluster.frames import Broken, Stream
 from kvstored.cluster.sidecar import Sidecar
+
+WAIT_S = 30.0
 
 
 def bare(**has) -> Sidecar:
@@ -90,3 +94,21 @@ def test_a_stranger_has_a_second_to_say_who_it_is(monkeypatch):
         frames.admit(Stream(stranger), "pool", {"s": bytes(32)}, "d")
     assert stranger.now <= frames.STEP_S
     assert stranger.taken < len(hello)
+
+
+def test_strangers_of_any_number_keep_the_daemon_out_for_no_moment(monkeypatch):
+    """The oldest makes room, also where none is dropped for its silence."""
+    monkeypatch.setattr(frames, "STEP_S", WAIT_S)
+    served = Answers(types.SimpleNamespace(), "pool", "d", {"s": bytes(32)}, {"s": (0, 0)}, 0)
+    threading.Thread(target=served.serve, daemon=True).start()
+    at = served._listener.getsockname()
+    most = answers.MOST_STREAMS + answers.THREADS
+    strangers = [socket.create_connection(at, WAIT_S) for _ in range(most + 1)]
+    stream = Stream(socket.create_connection(at, WAIT_S))
+    frames.introduce(stream, "d", "s", bytes(32), "pool")
+    stream.send(frames.frame(frames.PING, b"", 3))
+    assert stream.take().kind == frames.PONG
+    for stranger in strangers:
+        stranger.close()
+    stream.close()
+    served._listener.close()
