@@ -10,6 +10,7 @@ connects to anything. Invariant: every answer is one KVClient could give; the co
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -211,7 +212,9 @@ class InMemoryClient:
             self.store.end(self.session)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """When a wait that begins now ends, by the monotonic clock."""
+        """When a wait that begins now ends, by the monotonic clock. Raises InvalidArgument for nan."""
+        if timeout_s is not None and math.isnan(timeout_s):
+            raise InvalidArgument("timeout_s is nan")
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
     def _locked(self) -> threading.Condition:

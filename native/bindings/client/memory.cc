@@ -3,6 +3,7 @@
 
 #include <time.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "bindings/client/buffers.h"
@@ -134,6 +135,7 @@ KeysArgument::KeysArgument(nb::handle source) {
 }
 
 void wait_with_signals(double timeout_s, const std::function<void(const timespec&)>& wait) {
+  if (std::isnan(timeout_s)) raise("InvalidArgument", "timeout_s is nan");  // no wait of it would ever end
   const double end = now_s() + timeout_s;
   for (;;) {
     const double left = end - now_s();

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import kvclient
+from kvclient.errors import InvalidArgument
 
+NAN = float("nan")
 README = Path(__file__).resolve().parents[3] / "README.md"
 IDENTITY = bytes(range(32))
 # dtype of a layout -> of .layer(), of .tensor()
@@ -63,6 +65,23 @@ def test_the_defaults_are_the_promised_ones():
     chain = {"block_tokens": 128, "extra_ids": None, "partial": False}
     assert chain.items() <= defaults(kvclient.chain).items()
     assert {"priority": 35, "ttl_s": None}.items() <= defaults(kvclient.KVClient.create).items()
+
+
+def test_a_wait_for_no_number_of_seconds_is_refused(two_clients):
+    client, other = two_clients
+    layout = kvclient.Layout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, block_tokens=TOKENS)
+    chain = kvclient.chain(IDENTITY, list(range(TOKENS)), block_tokens=TOKENS)
+    with client.create(chain, client.register_layout(layout)) as writer:
+        pending = other.create(chain, other.register_layout(layout))
+        with other.get(chain, follow=True) as blocks:
+            for wait in (
+                lambda: blocks.wait_layer(0, timeout_s=NAN),
+                lambda: blocks[0].wait_layer(0, timeout_s=NAN),
+                lambda: pending.wait_pending(timeout_s=NAN),
+            ):
+                with pytest.raises(InvalidArgument, match="nan"):
+                    wait()
+        writer.abort()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
