@@ -2,9 +2,15 @@
 // Method: what the kernel says of the client's own mappings (/proc/self/smaps), with a moment instead of ten seconds.
 //
 // Seen failing: where what runs ahead counts as used and nobody is asked to look; where the end of a view counts as no use.
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <fstream>
+#include <thread>
 
+#include "core/base/polling.h"
 #include "core/client/recent_chunks.h"
 #include "tests/session_fixture.h"
 
@@ -41,6 +47,17 @@ struct Quick {
   ~Quick() { PageTables::idle_ms = 10'000; }
 };
 
+// No thread can be started: there is no address space for its stack.
+struct NoThreads {
+  NoThreads() {
+    pthread_attr_t none;
+    KV_INVARIANT(::pthread_getattr_default_np(&usual) == 0 && ::pthread_attr_init(&none) == 0);
+    KV_INVARIANT(::pthread_attr_setstacksize(&none, size_t{1} << 46) == 0 && ::pthread_setattr_default_np(&none) == 0);
+  }
+  ~NoThreads() { KV_INVARIANT(::pthread_setattr_default_np(&usual) == 0); }
+  pthread_attr_t usual;
+};
+
 }  // namespace
 
 TEST(a_sweep_finds_what_was_not_used_since_the_last) {
@@ -64,6 +81,27 @@ TEST(a_sweep_finds_what_was_not_used_since_the_last) {
   CHECK(found == std::vector<uint64_t>{64});
   sweep();
   CHECK(found.empty() && chunks.bytes() == 0);
+}
+
+// Fails where a use that meets a sweep leaves a chunk that was used lately and is not there: no sweep looks at it again.
+TEST(a_use_that_meets_a_sweep_is_swept_once_it_is_idle) {
+  constexpr uint64_t k = RecentChunks::kChunk, kUses = 500'000;
+  RecentChunks chunks(k);
+  std::atomic<bool> over{false};
+  std::jthread user([&] {
+    for (uint64_t i = 0; i < kUses; ++i) {
+      chunks.use({0, 1});
+      for (uint64_t pause = i % 64; pause > 0; --pause) relax();  // long enough for a sweep to find it idle, sometimes
+    }
+    over = true;
+  });
+  while (!over.load()) chunks.sweep([](Extent) {});
+  user.join();
+  chunks.use({0, 1});
+  uint64_t found = 0;
+  for (int i = 0; i < 2; ++i) chunks.sweep([&](Extent) { ++found; });
+  CHECK_EQ(found, 1u);
+  CHECK_EQ(chunks.bytes(), 0u);
 }
 
 TEST(what_is_not_used_goes_from_the_tables_and_no_byte_with_it) {
@@ -101,4 +139,26 @@ TEST(what_is_used_all_the_time_stays_known) {
   for (uint64_t i = 0; i < kBlocks; ++i) put(*client, key(i), static_cast<uint8_t>(i), kTokens);
   CHECK(client->attachment()->tables->bytes() >= kBlocks * kBlockBytes / 2);
   CHECK(eventually([&] { return get(*client, key(0))->item(0).state == ItemState::Hit && at->tables->bytes() <= 4 * kMiB; }));
+}
+
+// Fails where who could not be given a thread is taken for one that looks.
+TEST(a_thread_that_cannot_start_fails_nobody_and_starts_with_a_later_use) {
+  constexpr uint64_t kBytes = 64 * kMiB;
+  const Quick quick;
+  const Fd file(::memfd_create("pool", 0));
+  KV_INVARIANT(::ftruncate(file.get(), kBytes) == 0);
+  const Mapping readable(file.get(), kBytes, false), writable(file.get(), kBytes, true);
+  const std::atomic<uint64_t> frontier{kBytes};
+  PageTables tables(readable, writable, frontier);
+  const auto use = [&](Extent extent) { tables.writing(extent), tables.used(extent); };
+  const std::vector<Extent> read{{0, 16 * kMiB}};
+  {
+    const NoThreads none;
+    for (uint64_t at = 0; at < 32 * kMiB; at += kMiB) use({at, kMiB});
+    tables.reading(read);
+  }
+  CHECK(resident(writable.data()) >= 32 * kMiB);
+  CHECK_EQ(tables.bytes(), 32 * kMiB);  // nothing is said to be there that nobody asked for
+  tables.used({0, 1});
+  CHECK(eventually([&] { return resident(writable.data()) == 0 && tables.bytes() == 0; }));
 }

@@ -220,6 +220,7 @@ std::vector<protocol::BlockItem> BlockWriter::block_items(std::span<const size_t
 std::vector<protocol::BlockItem> BlockWriter::end_open(std::span<const size_t> which, bool seal) {
   std::vector<protocol::BlockItem> out = block_items(which, seal);
   for (size_t i : which) {
+    if (items_[i].open) attachment_->tables->used(items_[i].extent);  // also what it wrote long after its create
     items_[i].given_up |= items_[i].open && !seal;
     items_[i].open = false;
   }

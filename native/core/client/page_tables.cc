@@ -76,21 +76,24 @@ void PageTables::stop() {
 // The thread exists only in the parent, and the fork may have copied its mutex and its wait half-way: neither can be destroyed.
 void PageTables::abandon() { static_cast<void>(ahead_.release()); }
 
+// False: there is no thread to be had, and nothing was changed. It would only have been faster, and a view's end must not fail.
 template <class F>
-void PageTables::ask(F&& change) {
+bool PageTables::ask(F&& change) {
   std::lock_guard lock(ahead_->mutex);
-  if (ahead_->stop) return;
-  change(*ahead_);
+  if (ahead_->stop) return true;
   try {
     if (!ahead_->thread.joinable()) ahead_->thread = std::thread([this] { run(); });
   } catch (const std::system_error&) {
-    return;  // no thread is to be had: it would only have been faster, and a view's end must not fail
+    return false;
   }
+  change(*ahead_);
   ahead_->wanted.notify_one();
+  return true;
 }
 
 void PageTables::watch() {
-  if (recent_.bytes() >= kWorthDropping && !watching_.exchange(true)) ask([](Ahead&) {});
+  if (recent_.bytes() < kWorthDropping || watching_.exchange(true)) return;
+  if (!ask([](Ahead&) {})) watching_ = false;  // the next use tries again
 }
 
 // Of shared memory only the tables' entries go.

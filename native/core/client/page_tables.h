@@ -54,7 +54,7 @@ class PageTables {
   void writing(Extent extent);                    // is about to be written
   // It is read or written now: when that was long ago it may go. What is in use and never told so stays.
   void used(Extent extent) {
-    if (recent_.use(extent)) watch();
+    if (recent_.use(extent) || !watching_.load(std::memory_order_relaxed)) watch();
   }
   void stop();     // prompt; what is not there by then comes with its first touch
   void abandon();  // in a forked child, where its thread is not
@@ -70,7 +70,7 @@ class PageTables {
     std::thread thread;
   };
   template <class F>
-  void ask(F&& change);
+  bool ask(F&& change);
   void watch();
   void drop_idle();
   Extent behind(Extent extent, const Mapping& mapping, const PopulatedChunks& there) const;

@@ -1,7 +1,8 @@
 // Which parts of a mapping were used lately, and which only some time ago: a bit for each 2 MiB, so that those of a large pool
 // lie in the nearest cache and a use of what was used already costs a nanosecond. Owns no memory of the mapping.
 //
-// Thread-safe. A use that meets a sweep may be taken for none, which costs a few page faults.
+// Thread-safe. A use that meets a sweep may be taken for none, which costs a few page faults, and is known all the same: what was
+// used lately is there, once both have returned.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +27,8 @@ class RecentChunks {
     for (uint64_t chunk = extent.offset / kChunk; chunk * kChunk < extent.end(); ++chunk) {
       const uint64_t bit = uint64_t{1} << chunk % 64;
       if (recent_[chunk / 64].load(std::memory_order_relaxed) & bit) continue;
-      if (!(there_[chunk / 64].fetch_or(bit, std::memory_order_relaxed) & bit)) count_.fetch_add(1);
-      recent_[chunk / 64].fetch_or(bit, std::memory_order_relaxed);
+      recent_[chunk / 64].fetch_or(bit);  // first: a sweep that takes it from there_ behind this finds it here
+      if (!(there_[chunk / 64].fetch_or(bit) & bit)) count_.fetch_add(1);
       any = true;
     }
     return any;
@@ -36,11 +37,14 @@ class RecentChunks {
   template <class F>
   void sweep(F&& f) {
     for (size_t word = 0; word < there_.size(); ++word) {
-      uint64_t idle = there_[word].load(std::memory_order_relaxed);
-      if (!idle) continue;
-      idle &= ~recent_[word].exchange(0, std::memory_order_relaxed);
-      there_[word].fetch_and(~idle, std::memory_order_relaxed);
+      if (!there_[word].load()) continue;
+      uint64_t idle = ~recent_[word].exchange(0);
+      idle &= there_[word].load();
+      idle = there_[word].fetch_and(~idle) & idle;
       count_.fetch_sub(static_cast<uint64_t>(std::popcount(idle)));
+      const uint64_t used = recent_[word].load() & idle;  // since the exchange
+      count_.fetch_add(static_cast<uint64_t>(std::popcount(~there_[word].fetch_or(used) & used)));
+      idle &= ~used;
       for (; idle; idle &= idle - 1) {
         const uint64_t at = (word * 64 + static_cast<uint64_t>(std::countr_zero(idle))) * kChunk;
         f(Extent{at, std::min(kChunk, bytes_ - at)});

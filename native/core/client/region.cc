@@ -320,6 +320,7 @@ void Region::close() {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   closed_ = true;
+  attachment_->tables->used(extent_);
   std::vector<uint32_t> slots;
   for (const auto& [key, sealed] : sealed_)
     if (sealed.slot != PinBoard::kNoSlot) slots.push_back(sealed.slot);
