@@ -11,12 +11,12 @@
 namespace kv::peer {
 namespace {
 
-constexpr uint32_t kFirstLayouts = 64;  // before a block of any has come: who only names layouts fills no table
-constexpr uint64_t kLongestNs = 150'000'000'000;
-constexpr uint32_t kFramesPerLook = 64;  // at the clock
+constexpr uint32_t kFirstLayouts = 64;            // before a block of any has come: who only names layouts fills no table
+constexpr uint64_t kLongestNs = 150'000'000'000;  // until the next layer: one that is followed may take any time
+constexpr uint32_t kFramesPerLook = 64;           // at the clock
 constexpr uint64_t kMarkBytes = 64 << 10;
 constexpr size_t kMostParked = 1024;
-constexpr uint32_t kMostBeside = 1024;  // frames of one answer that bring no layer: signs of life, layouts, meta areas
+constexpr uint32_t kMostBeside = 1024;  // frames between two layers: signs of life, layouts, meta areas
 
 }  // namespace
 
@@ -38,7 +38,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     to_tell_ |= !whole_.empty();
     whole_.clear();
   };
-  const uint64_t end_ns = monotonic_ns() + kLongestNs;
+  end_ns_ = monotonic_ns() + kLongestNs;
   const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome), bool open_still = false) {
     seal();
     for (size_t i = 0; i < landings.size(); ++i) {
@@ -61,7 +61,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
         if (to_tell_) tell();
         if (!open) return received_;
       }
-      if (frames % kFramesPerLook == 0 && monotonic_ns() > end_ns)
+      if (frames % kFramesPerLook == 0 && monotonic_ns() > end_ns_)
         throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
       const Frame head = channel_.take_head();
       if (head.request != request || head.item >= landings.size()) malformed("an answer that nobody asked for");
@@ -223,6 +223,7 @@ void BlockReceiver::take_layer(const Frame& head, Item& landing) {
   take_bytes(head, landing, at, layout.layer_bytes(head.layer, landing.tokens),
              layout.layer_offset(head.layer + 1, landing.tokens) - at);
   landing.sums[landing.layers++] = head.payload_crc;
+  end_ns_ = monotonic_ns() + kLongestNs, beside_ = 0;
   if (to_mark_ != &landing) mark();
   to_mark_ = &landing, unmarked_bytes_ += head.bytes;
   if (unmarked_bytes_ >= kMarkBytes) mark();
@@ -302,9 +303,10 @@ std::optional<Landing> Parked::take(const Key& key) {
   return node ? std::optional(std::move(node.mapped())) : std::nullopt;
 }
 
-bool Parked::holds(const Key& key) const {
+uint32_t Parked::layers(const Key& key) const {
   std::lock_guard lock(mutex_);
-  return landings_.contains(key);
+  const auto found = landings_.find(key);
+  return found == landings_.end() ? 0 : found->second.layers;
 }
 
 void BlockReceiver::give_up(Item& landing, Outcome outcome) {

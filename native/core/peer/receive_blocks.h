@@ -38,7 +38,7 @@ class Parked {
  public:
   bool put(Landing&& landing);
   std::optional<Landing> take(const Key& key);
-  bool holds(const Key& key) const;
+  uint32_t layers(const Key& key) const;  // that are here of it; 0: nothing is
 
  private:
   mutable std::mutex mutex_;
@@ -108,7 +108,8 @@ class BlockReceiver {
   uint32_t learnt_ = 0, brought_ = 0;  // layouts registered on this connection's word, and blocks that it brought
   uint32_t request_ = 0;
   Received received_;
-  uint32_t beside_ = 0;      // of this answer's frames, those that brought no layer
+  uint32_t beside_ = 0;      // frames of this answer since the last layer
+  uint64_t end_ns_ = 0;      // until when the next one has time
   Item* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
   uint64_t unmarked_bytes_ = 0;
   std::vector<Item*> headed_;  // their memory is yet to be asked for: of what came together at once

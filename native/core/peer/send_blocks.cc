@@ -13,7 +13,7 @@ namespace kv::peer {
 namespace {
 constexpr uint32_t kSliceMs = 20;         // between two looks whether the other end is still there
 constexpr uint64_t kSignOfLifeMs = 500;   // of kStallMs
-constexpr uint64_t kLongestMs = 120'000;  // for which a block that nobody finishes is followed
+constexpr uint64_t kLongestMs = 120'000;  // for which the next layer of blocks that nobody finishes is waited for
 constexpr uint64_t kLoadMs = 5000;        // for which one that lies on disk is waited for
 constexpr timespec kLoadLook{0, 500'000};
 }  // namespace
@@ -48,17 +48,19 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
   request_ = request, from_ = from, sent_ = {};
   std::list<Block> blocks;
   for (const Key& key : keys) begin(blocks.emplace_back(*this, static_cast<uint16_t>(blocks.size()), key));
-  const uint64_t began_ms = monotonic_ms();
-  for (uint64_t told_ms = began_ms;;) {
+  uint64_t moved_ms = monotonic_ms();
+  for (uint64_t told_ms = moved_ms;;) {
     Block* first = nullptr;
+    const uint64_t sent_bytes = sent_.bytes;
     for (Block& block : blocks)
       if (!block.done && !advance(block) && !first) first = &block;
     const uint64_t now_ms = monotonic_ms();
+    if (sent_.bytes != sent_bytes) moved_ms = now_ms;
     if (first && now_ms - told_ms > kSignOfLifeMs) channel_.put(frame(Kind::Waiting, *first), {}), told_ms = now_ms;
     channel_.flush();
     if (!first) return sent_;
     if (channel_.hung_up()) throw Broken(Broken::Why::Gone, "it hung up");
-    if (now_ms - began_ms > kLongestMs) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
+    if (now_ms - moved_ms > kLongestMs) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
     wait_for(store_, *first);
   }
 }

@@ -251,7 +251,12 @@ bool Tier::place(const Key& key, Flight& flight) {
   flight.waits = next.step;
   const auto may_return = [](const auto& peer) { return peer->may_return; };
   const bool nobody = next.step == Step::GiveUp || next.step == Step::WaitForWord;
-  if (nobody && flight.resumes < kMostResumes && std::ranges::any_of(peers_, may_return) && parked_.holds(key)) {
+  const uint32_t layers = nobody && std::ranges::any_of(peers_, may_return) ? parked_.layers(key) : 0;
+  if (layers > flight.layers) {  // more came: it is worth as long a wait again, and as many questions
+    flight.layers = layers, flight.resumes = 0;
+    flight.route.blind = 0, flight.route.tries = 0;
+  }
+  if (layers && flight.resumes < kMostResumes) {
     flight.resumes += 1, flight.waits = Step::WaitForTurn;
     wait_for(key, flight, kResumeMs);
     return true;
@@ -287,7 +292,7 @@ void Tier::end_flight(const Key& key, bool in_vain) {
   if (flight->second.waits == Step::WaitForWord) hoped_for_.erase(mark_of(key, false));
   flights_.erase(flight);
   if (!in_vain) return;
-  if (parked_.holds(key)) abandoned_.push_back(key), care_.notify_one();
+  if (parked_.layers(key)) abandoned_.push_back(key), care_.notify_one();
   if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
   in_vain_[mark_of(key, false)] = monotonic_ms() + (asked ? kInVainMs : kNoWordMs);
 }

@@ -110,7 +110,7 @@ class Tier final : public Fetcher {
     size_t peer = 0;
     Step waits = Step::Ask;  // Ask: it is in a queue, or was asked for
     uint64_t until_ms = 0;
-    uint32_t resumes = 0;  // waits for somebody who has the rest of it
+    uint32_t resumes = 0, layers = 0;  // waits for somebody who has the rest of it, since so many were here
   };
   using Lock = std::unique_lock<std::mutex>;
 
