@@ -1,7 +1,8 @@
 """Prometheus metrics over HTTP on the loopback address, only when asked for.
 
 Owns the listening socket. Answers GET /metrics and GET /healthz and nothing else, in bounded time and memory.
-The text is exposition.py's.
+The text is exposition.py's. Invariant: who connects and asks nothing keeps nobody from being answered: of
+those the oldest goes when there are too many.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class MetricsServer:
         self._token = token
         self._healthy = healthy
         self._server: asyncio.Server | None = None
-        self._connections = 0
+        self._waiting: dict[asyncio.StreamWriter, None] = {}  # has not asked yet; oldest first
+        self._answering = 0
 
     async def start(self, port: int) -> int:
         """Listens on 127.0.0.1 only. The port."""
@@ -44,13 +46,23 @@ class MetricsServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+        self._waiting[writer] = None
+        oldest = next(iter(self._waiting))
+        if len(self._waiting) + self._answering > MAX_CONNECTIONS and oldest is not writer:
+            del self._waiting[oldest]
+            oldest.transport.abort()
+        asked = False
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                if self._connections > MAX_CONNECTIONS:
-                    status, body = "503 Service Unavailable", f"the limit is {MAX_CONNECTIONS} connections\n"
+                lines = await self._head(reader)
+                if writer not in self._waiting:
+                    return  # it was let go meanwhile
+                del self._waiting[writer]
+                if self._answering < MAX_CONNECTIONS:
+                    self._answering, asked = self._answering + 1, True
+                    status, body = await self._answer(lines)
                 else:
-                    status, body = await self._answer(await self._head(reader))
+                    status, body = "503 Service Unavailable", f"the limit is {MAX_CONNECTIONS} at a time\n"
                 data = body.encode()
                 head = (
                     f"HTTP/1.1 {status}",
@@ -63,14 +75,15 @@ class MetricsServer:
         except (TimeoutError, OSError):
             writer.transport.abort()  # close() would keep the descriptor until the answer is read
         finally:
-            self._connections -= 1
+            self._waiting.pop(writer, None)
+            self._answering -= asked
             writer.close()
 
     async def _head(self, reader: asyncio.StreamReader) -> list[str] | None:
         """The lines of the request's head; None if it is too long or cut off."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-        except (asyncio.LimitOverrunError, asyncio.IncompleteReadError):
+        except (asyncio.LimitOverrunError, asyncio.IncompleteReadError, ConnectionError):
             return None
         return head.decode("latin-1").split("\r\n")
 
@@ -81,10 +94,11 @@ class MetricsServer:
             for name, _, value in [line.partition(":")]
             if name.lower() == "authorization"
         ]
-        wanted = f"Bearer {self._token}"
-        return not self._token or (
-            len(shown) == 1 and hmac.compare_digest(shown[0].strip().encode(), wanted.encode())
-        )
+        if not self._token:
+            return True
+        scheme, _, token = (shown[0] if len(shown) == 1 else "").strip().partition(" ")
+        same = hmac.compare_digest(token.strip().encode("latin-1"), self._token.encode())  # as bytes
+        return same and scheme.lower() == "bearer"
 
     async def _answer(self, head: list[str] | None) -> tuple[str, str]:
         words = head[0].split(" ") if head else []
