@@ -115,6 +115,13 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(ended, Ended):
             self._scheduler.ended(ended.steps)
 
+    def reset_cache(self) -> bool | None:
+        if self._scheduling is None:
+            return None
+        self._scheduling.begin_anew()
+        logger.warning("kvstored: vLLM's cache was reset: from now on this engine shares with no other")
+        return True
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self._scheduler.finished(request)
         return False, None

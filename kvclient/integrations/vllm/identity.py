@@ -12,17 +12,18 @@ import hashlib
 import json
 import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import vllm
+from vllm import envs
 
 from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
-from kvclient.integrations.checkpoint import checkpoint_digest
+from kvclient.integrations.arguments import plain
+from kvclient.integrations.checkpoint import checkpoint_digest, located
 from kvclient.integrations.vllm.adapters import Adapters
 
-VERSION = 2  # of the bytes that the worker writes, of this list and of how a key is made
+VERSION = 3  # of the bytes that the worker writes, of this list and of how a key is made
 KEY_BYTES = 32
 PLACES = ("_name_or_path", "name_or_path")
 REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
@@ -38,6 +39,7 @@ def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
         "vllm": vllm.__version__,
         "weights": weights_digest(config, extra).hex(),
         "model_version": str(extra.get("model_version", "")),
+        "draft": draft_digest(config, extra),
         **engine_fields(config),
         "layout": str(cache.kv_cache_layout or config.cache_config.kv_cache_layout),
         "block_tokens": group.kv_cache_spec.block_size,
@@ -59,6 +61,10 @@ def engine_fields(config: Any) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(config.cache_config.cache_dtype),
+        "skipped_layers": sorted(config.cache_config.kv_cache_dtype_skip_layers),
+        "attention": plain("attention_config", config.attention_config),
+        "adapters": None if config.lora_config is None else str(config.lora_config.lora_dtype),
+        "environment": envs.compile_factors(),  # less what vLLM itself says to be without effect
         "device": str(config.device_config.device_type),
         "hash": [_hash_algorithm(config), os.environ.get("PYTHONHASHSEED", "")],
     }
@@ -83,18 +89,23 @@ def digest_of_model(
     have the same name's weights of another day. Raises InvalidArgument if they are not here."""
     if digest := extra.get("weights_digest"):
         return hashlib.sha256(b"given\0" + str(digest).encode()).digest()
-    path = Path(name)
-    if not path.is_dir():
-        from huggingface_hub import snapshot_download
+    try:
+        return checkpoint_digest(located(name, revision, download_dir))
+    except InvalidArgument as error:
+        raise InvalidArgument(f'{error}; say "weights_digest" in the configuration') from error
 
-        try:
-            path = Path(
-                snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True)
-            )
-        except Exception as error:
-            reason = f"the files of model {name!r} are not on this machine ({error})"
-            raise InvalidArgument(f'{reason}; say "weights_digest" in the configuration') from error
-    return checkpoint_digest(path)
+
+def draft_digest(config: Any, extra: dict[str, Any]) -> list[Any] | None:
+    """Of what guesses tokens, whose KV may lie beside the model's: how, and its weights; those are left out
+    where the configuration says the weights' digest. Raises InvalidArgument."""
+    if (guessing := config.speculative_config) is None:
+        return None
+    told = [str(guessing.method), str(guessing.quantization), str(guessing.kv_cache_dtype)]
+    draft, model = guessing.draft_model_config, config.model_config
+    if draft is None or draft.model == model.model or extra.get("weights_digest"):
+        return told
+    weights = digest_of_model(draft.model, draft.revision, extra, config.load_config.download_dir)
+    return [*told, weights.hex()]
 
 
 def _hash_algorithm(config: Any) -> str:
@@ -117,6 +128,11 @@ def _without_places(value: Any) -> Any:
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, default=str, separators=(",", ":")).encode()
+
+
+def anew(identity: bytes) -> bytes:
+    """An identity that nobody else has, behind one that is over."""
+    return hashlib.sha256(identity + os.urandom(32)).digest()
 
 
 class RequestKeys:

@@ -26,10 +26,16 @@ from vllm.config import VllmConfig
 
 from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
-from kvclient.integrations.vllm.identity import digest_of_model, engine_fields, weights_digest
+from kvclient.integrations.vllm.identity import (
+    anew,
+    digest_of_model,
+    draft_digest,
+    engine_fields,
+    weights_digest,
+)
 
 log = logging.getLogger("vllm.kvstored")
-VERSION = 2  # of this list, of how a key is made and of how a block lies in the store
+VERSION = 3  # of this list, of how a key is made and of how a block lies in the store
 GROUP_BYTES = 4  # behind the hash in an offload key
 REPRODUCIBLE_BYTES = 32
 
@@ -89,6 +95,7 @@ class OffloadNames:
             "replicated": config.replicated_layout,
             "parallel": "any" if whole_rows and config.replicated_layout else split,
             "engine": None if engine is None else engine_fields(engine),
+            "draft": None if engine is None else draft_digest(engine, options),
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         }
         text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
@@ -97,6 +104,11 @@ class OffloadNames:
         self.ranks = parallel.world_size
         self._seeded = "PYTHONHASHSEED" in os.environ
         self._told = False
+
+    def begin_anew(self) -> None:
+        """Names that no other engine has, nor this one had before."""
+        self.identity = anew(self.identity)
+        self._derived = DerivedKeys(self.identity)
 
     def usable(self, key: bytes) -> bool:
         """Whether other processes would give this block the same hash."""

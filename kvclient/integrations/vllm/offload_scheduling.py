@@ -165,8 +165,8 @@ class KvstoredManager(OffloadingManager):
         pins = _Pins([], len(keys))
         good = [True] * len(keys)
         until = time.monotonic() + self._wait_s
+        whole = self._names.whole(keys)
         try:
-            whole = self._names.whole(keys)
             for rank in range(self._names.ranks):
                 names = each_of_rank(whole, rank, self._names.ranks)
                 left_s = max(0.0, until - time.monotonic())
@@ -178,6 +178,8 @@ class KvstoredManager(OffloadingManager):
             self._health.failed("a load", error)
             good = [False] * len(keys)
         with self._lock:
+            if whole != self._names.whole(keys):  # names of before a reset
+                good = [False] * len(keys)
             for i, key in enumerate(keys):
                 requests = {r for r in self._verifying.pop(key, set()) if r in self._requests}
                 if good[i] and requests:
@@ -292,7 +294,15 @@ class KvstoredManager(OffloadingManager):
             wanted.discard(req_context.req_id)
 
     def reset_cache(self) -> None:
-        """vLLM forgets its prefix cache; the store is shared and keeps what it has."""
+        """vLLM forgets its KV, as when its weights change: the store is shared and keeps what it has, but
+        this engine finds nothing of it any more, and shares with no other.
+        """
+        with self._lock:
+            self._names.begin_anew()
+            for key in [key for key, held in self._held.items() if not held.loads]:
+                self._release(key)
+            for request in self._requests.values():
+                request.keys &= self._held.keys()
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True)

@@ -24,7 +24,7 @@ from kvclient.errors import KVClientError
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.vllm.adapters import Adapters
 from kvclient.integrations.vllm.events import Events
-from kvclient.integrations.vllm.identity import KEY_BYTES, RequestKeys, of_rank
+from kvclient.integrations.vllm.identity import KEY_BYTES, RequestKeys, anew, of_rank
 
 log = logging.getLogger("vllm.kvstored")
 THERE = b"\2\3"  # in memory, on disk
@@ -239,6 +239,16 @@ class Scheduling:
         if (running := self._running.pop(request.request_id, None)) is not None:
             self._let_go(running)
         self._promised.pop(request.request_id, None)
+
+    def begin_anew(self) -> None:
+        """Nothing of before is found or saved any more, and nothing is shared with other engines: vLLM
+        forgets its KV, as when its weights change under it, and nobody knows which it has from now on.
+        """
+        self._identity = anew(self._identity)
+        for running in self._running.values():
+            self._let_go(running)
+        self._running.clear()
+        self._promised.clear()
 
     def close(self) -> None:
         """Waits for what is being brought."""

@@ -96,3 +96,24 @@ def test_two_engines_that_start_one_prompt_at_once_compute_it_once(
     assert (computed["cached"], loaded["cached"]) == (0, FULL_BLOCKS)
     same(loaded, computed)
     assert daemon_blocks(store) == FULL_BLOCKS // 32
+
+
+@pytest.mark.parametrize("way", ["store", "spec"])
+def test_what_vllm_was_told_to_forget_is_not_found_again(daemon, vllm, tiny_model, way):
+    """reset_prefix_cache with reset_connector, which vLLM's own weight updates end with."""
+    options = {"model": tiny_model(0), way: {"dir": str(daemon().dir)}}
+    first, second = vllm(options, options)
+    (truth,) = first.generate(PROMPT)
+    first.generate(OTHER[:8])  # a step in which a spec's stores end
+    assert second.generate(PROMPT)[0]["cached"] == FULL_BLOCKS
+    second.ask(do="reset", connector=True)
+    (anew,) = second.generate(PROMPT)
+    assert anew["cached"] == 0, "KV of before the reset"
+    same(anew, truth)
+    second.generate(OTHER[:8])
+    second.ask(do="reset")
+    (kept,) = second.generate(PROMPT)
+    assert kept["cached"] == FULL_BLOCKS, "what it stored since is its own"
+    same(kept, truth)
+    first.ask(do="reset")
+    assert first.generate(PROMPT)[0]["cached"] == FULL_BLOCKS, "the other engine was told of nothing"

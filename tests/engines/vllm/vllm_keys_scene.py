@@ -6,6 +6,7 @@ metrics, and without an engine: run with the engines' Python.
 Asserts for itself. What only the test can do is asked for by a line NEED … and answered by one.
 """
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -128,6 +129,19 @@ def other_config(path):
     file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
 
 
+@contextlib.contextmanager
+def variable(name, value):
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def guessing(name, change):
+    return {"method": "draft_model", "model": copy_of_model(name, change), "num_speculative_tokens": 2}
+
+
 def each_dimension_of_the_identity_misses():
     base = half(identity())
     save(base, request()).seal()
@@ -135,10 +149,18 @@ def each_dimension_of_the_identity_misses():
     assert hits(half(identity(copy_of_model("moved", lambda path: None)))) == BLOCKS * TOKENS, (
         "wherever it lies"
     )
-    os.environ["PYTHONHASHSEED"] = "7"
-    seeded = identity()
-    del os.environ["PYTHONHASHSEED"]
+    with variable("PYTHONHASHSEED", "7"):
+        seeded = identity()
+    with variable("VLLM_MARLIN_USE_ATOMIC_ADD", "1"):
+        elsewhere = identity()
+    with variable("VLLM_LOGGING_PREFIX", "x"):
+        assert hits(half(identity())) == BLOCKS * TOKENS
     others = {
+        "environment": elsewhere,
+        "attention": identity(attention_config={"use_prefill_query_quantization": True}),
+        "layers without it": identity(kv_cache_dtype_skip_layers=["0"]),
+        "guessing": identity(speculative_config=guessing("guess", lambda path: None)),
+        "another guess": identity(speculative_config=guessing("another", other_weight)),
         "weights": identity(copy_of_model("weights", other_weight)),
         "config": identity(copy_of_model("config", other_config)),
         "override": identity(hf_overrides={"rope_theta": 5000.0}),
@@ -160,6 +182,28 @@ def each_dimension_of_the_identity_misses():
     assert hits(half(identity()), cache_salt="tenant") == 0
     assert hits(half(identity()), prompt=[1, *PROMPT[1:]]) == 0
     assert hits(half(identity(), ranks=2)) == 0
+
+
+def what_was_forgotten_is_neither_found_nor_saved_for_others():
+    engine_id = identity()
+    first, second, other = half(engine_id), half(engine_id), half(identity())
+    save(first, request(cache_salt="reset")).seal()
+    waiting, running = request(cache_salt="reset"), request(cache_salt="reset", prompt=PROMPT[:-1])
+    assert first.matched(waiting, 0) == first.matched(running, 0) == BLOCKS * TOKENS
+    first.allocated(running, BLOCKS * TOKENS)
+    for scheduling in (first, second):
+        scheduling.begin_anew()
+        assert hits(scheduling, cache_salt="reset") == 0
+    assert first.matched(waiting, 0) == 0
+    cached = SimpleNamespace(
+        req_ids=[running.request_id], resumed_req_ids=set(), new_block_ids=[None], num_computed_tokens=[0]
+    )
+    step = first.step(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached,
+                                      num_scheduled_tokens={running.request_id: len(PROMPT)}))  # fmt: skip
+    assert not step.loads and not step.saves
+    save(first, request(cache_salt="reset")).seal()
+    assert hits(first, cache_salt="reset") == BLOCKS * TOKENS and hits(second, cache_salt="reset") == 0
+    assert hits(other, cache_salt="reset") == BLOCKS * TOKENS, "what was right before is still shared"
 
 
 def the_weights_are_those_of_the_download_dir():
@@ -333,6 +377,7 @@ for scene in (
     partial(a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved, early=True),
     each_dimension_of_the_identity_misses,
     the_weights_are_those_of_the_download_dir,
+    what_was_forgotten_is_neither_found_nor_saved_for_others,
     an_adapters_content_is_part_of_the_key,
     events_tell_hashes_of_what_is_there,
     the_gauge_says_whether_the_store_is_there,

@@ -140,7 +140,7 @@ def main():
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "reset":
-            answer = llm.reset_prefix_cache()
+            answer = llm.reset_prefix_cache(reset_connector=command.get("connector", False))
         elif command["do"] == "fault":
             armed.update(command)
             answer = True

@@ -131,8 +131,10 @@ def engine(revision, load_format="auto", hashes="sha256", cache=None):
             model="some/model", revision=revision, hf_config=Configuration(), dtype="float32",
             quantization=None,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo=hashes),
-        device_config=SimpleNamespace(device_type="cpu"),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo=hashes, kv_cache_dtype_skip_layers=[]
+        ),
+        attention_config=None, speculative_config=None, device_config=SimpleNamespace(device_type="cpu"),
     )  # fmt: skip
 
 
