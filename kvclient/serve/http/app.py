@@ -5,9 +5,11 @@ every error has OpenAI's shape (under /v1/messages Anthropic's), an unknown fiel
 client that hangs up costs at most the step under way.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +38,8 @@ from kvclient.serve.http.schema import (
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_BODY_BYTES = 8 << 20
+MOST_LONG, RETRY_AFTER_S = 64, 1  # long texts that wait to be read
+SHORT_BODY_BYTES = 64 << 10  # what is longer takes its time to be read as tokens, beside the others
 
 
 def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -> FastAPI:
@@ -55,11 +59,36 @@ def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -
         return asking.salt_of(*(text and text.encode("latin-1") for text in shown))  # bytes, as they came
 
     Salt = Annotated[bytes, Depends(salt)]
+    reading = Reading(asking)
     _figures(app, asking, Salt, version)
-    _answers(app, asking, Salt)
-    _tokens(app, asking, Salt)
-    _ahead(app, asking, Salt)
+    _answers(app, asking, Salt, reading)
+    _tokens(app, asking, Salt, reading)
+    _ahead(app, asking, Salt, reading)
     return app
+
+
+class Reading:
+    """What is asked as tokens: a long text on a thread of its own, one after the other, so that others are
+    answered meanwhile. Raises what Asking does, and ApiError (429) where too many wait."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        self._apart: Asking | None = None  # made for the first long text: its tokenizer takes memory
+        self._thread, self._waiting = ThreadPoolExecutor(1, "kvclient-serve-read"), 0
+
+    async def __call__(self, request: Request, read: Callable[[Asking], Any]) -> Any:
+        if int(request.headers["content-length"]) <= SHORT_BODY_BYTES:
+            return read(self._asking)
+        if self._waiting >= MOST_LONG:
+            text = f"{MOST_LONG} long texts wait to be read already"
+            raise ApiError(429, text, "rate_limit_error", "queue_full", None, RETRY_AFTER_S)
+        if self._apart is None:
+            self._apart = self._asking.apart()
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, read, self._apart)
+        finally:
+            self._waiting -= 1
 
 
 def _figures(app: FastAPI, asking: Asking, Salt: Any, version: str) -> None:
@@ -101,33 +130,35 @@ def _figures(app: FastAPI, asking: Asking, Salt: Any, version: str) -> None:
         return asking.card
 
 
-def _answers(app: FastAPI, asking: Asking, Salt: Any) -> None:
+def _answers(app: FastAPI, asking: Asking, Salt: Any, reading: Reading) -> None:
     """What computes an answer."""
 
-    def add(path: str, Asked: Any, asks: Callable[[Any], list[Ask]], whole: Any, chunks: Any) -> None:
+    def add(path: str, Asked: Any, asks: Callable[[Asking, Any], list[Ask]], whole: Any, chunks: Any) -> None:
         @app.post(f"/v1/{path}")
         async def _(asked: Asked, request: Request, salt: Salt) -> Response:
-            return await _answer(asking, asks(asked), asked.stream, request, salt, whole, chunks)
+            wanted = await reading(request, lambda by: asks(by, asked))
+            return await _answer(asking, wanted, asked.stream, request, salt, whole, chunks)
 
-    add("chat/completions", ChatRequest, asking.chat, chat.chat_whole, chat.chat_stream)
+    add("chat/completions", ChatRequest, Asking.chat, chat.chat_whole, chat.chat_stream)
     texts = completions.completion_whole, completions.completion_stream
-    add("completions", CompletionRequest, asking.completion, *texts)
-    add("responses", ResponsesRequest, asking.responses, responses.response_whole, responses.response_stream)
-    add("messages", MessagesRequest, asking.messages, messages.message_whole, messages.message_stream)
+    add("completions", CompletionRequest, Asking.completion, *texts)
+    add("responses", ResponsesRequest, Asking.responses, responses.response_whole, responses.response_stream)
+    add("messages", MessagesRequest, Asking.messages, messages.message_whole, messages.message_stream)
 
     @app.post("/v1/messages/count_tokens")
-    async def _(asked: Counted, _: Salt) -> dict[str, int]:
-        return {"input_tokens": asking.count(asked)}
+    async def _(asked: Counted, request: Request, _: Salt) -> dict[str, int]:
+        return {"input_tokens": await reading(request, lambda by: by.count(asked))}
 
     @app.post("/v1/systemone")
     async def _(asked: DecisionRequest, request: Request, salt: Salt) -> Response:
         def whole(run: Run) -> dict[str, Any]:
             return decision_whole(run, asked)
 
-        return await _answer(asking, decisions(asking, asked), False, request, salt, whole, None)
+        wanted = await reading(request, lambda by: decisions(by, asked))
+        return await _answer(asking, wanted, False, request, salt, whole, None)
 
 
-def _tokens(app: FastAPI, asking: Asking, Salt: Any) -> None:
+def _tokens(app: FastAPI, asking: Asking, Salt: Any, reading: Reading) -> None:
     """What is asked beside answers."""
 
     @app.post("/v1/embeddings")
@@ -135,55 +166,54 @@ def _tokens(app: FastAPI, asking: Asking, Salt: Any) -> None:
         raise unsupported("/v1/embeddings", "this server generates text")
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest, _: Salt) -> dict[str, Any]:
-        if asked.messages is not None:
-            ids = asking.chat_tokens(asked.messages)
-        else:
-            text = asked.prompt if asked.prompt is not None else asked.content
-            if text is None:
-                raise ApiError(400, "prompt or messages is needed", param="prompt")
-            ids = list(asking.tokenizer(text, add_special_tokens=asked.add_special_tokens)["input_ids"])
+    async def tokenize(asked: TokenizeRequest, request: Request, _: Salt) -> dict[str, Any]:
+        ids = await reading(request, lambda by: by.tokenized(asked))
         return {"tokens": ids, "count": len(ids), "max_model_len": asking.max_tokens}
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest, _: Salt) -> dict[str, Any]:
-        return {"prompt": asking.tokenizer.decode(asking.tokens(asked.tokens))}
+    async def detokenize(asked: DetokenizeRequest, request: Request, _: Salt) -> dict[str, Any]:
+        return {
+            "prompt": await reading(request, lambda by: by.tokenizer.decode(by.tokens(asked.tokens)))
+        }
 
     @app.post("/v1/warm")
     async def warm(asked: WarmRequest, request: Request, salt: Salt) -> Response:
         """Computes a prompt ahead, so that its KV is there: one token is computed and thrown away."""
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "either prompt or messages is needed", param="prompt")
-        if asked.prompt is not None:
-            prompt = asking.tokens(asked.prompt)
-        else:
-            prompt = asking.chat_tokens(asked.messages or [])
+
+        def read(by: Asking) -> list[int]:
+            if asked.prompt is not None:
+                return by.tokens(asked.prompt)
+            return by.chat_tokens(asked.messages or [])
+
+        prompt = await reading(request, read)
         made = CompletionRequest(prompt=prompt, max_tokens=1, temperature=0, cache=asked.cache)
         return await _answer(asking, asking.completion(made), False, request, salt, Run.reuse, None)
 
 
-def _ahead(app: FastAPI, asking: Asking, Salt: Any) -> None:
+def _ahead(app: FastAPI, asking: Asking, Salt: Any, reading: Reading) -> None:
     """For a router, before a server answers: what of a request's prompt is in the store, without computing
     (/v1/held); and its prompt computed, with nothing said (/v1/prefill).
     """
 
-    def add(path: str, Asked: Any, asks: Callable[[Any], list[Ask]]) -> None:
+    def add(path: str, Asked: Any, asks: Callable[[Asking, Any], list[Ask]]) -> None:
         @app.post(f"/v1/held/{path}")
-        async def _(asked: Asked, salt: Salt) -> dict[str, int]:
-            return asking.held(asks(asked)[0], salt)
+        async def _(asked: Asked, request: Request, salt: Salt) -> dict[str, int]:
+            return asking.held((await reading(request, lambda by: asks(by, asked)))[0], salt)
 
         @app.post(f"/v1/prefill/{path}")
         async def _(asked: Asked, request: Request, salt: Salt) -> Response:
-            ask = asks(asked)[0]
+            (ask, *_rest) = await reading(request, lambda by: asks(by, asked))
             made = CompletionRequest(prompt=ask.prompt, max_tokens=1, temperature=0, cache=ask.request.cache,
                                      kv_codec=ask.request.kv_codec)  # fmt: skip
             return await _answer(asking, asking.completion(made), False, request, salt, Run.reuse, None)
 
-    add("chat/completions", ChatRequest, asking.chat)
-    add("completions", CompletionRequest, asking.completion)
-    add("responses", ResponsesRequest, asking.responses)
-    add("messages", MessagesRequest, asking.messages)
-    add("systemone", DecisionRequest, lambda asked: decisions(asking, asked))
+    add("chat/completions", ChatRequest, Asking.chat)
+    add("completions", CompletionRequest, Asking.completion)
+    add("responses", ResponsesRequest, Asking.responses)
+    add("messages", MessagesRequest, Asking.messages)
+    add("systemone", DecisionRequest, decisions)
 
 
 async def _answer(

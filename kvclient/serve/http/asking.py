@@ -6,6 +6,7 @@ what this server cannot do is an ApiError that names it, before anything is comp
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import time
@@ -37,6 +38,7 @@ from kvclient.serve.http.schema import (
     CompletionRequest,
     Message,
     NamedTool,
+    TokenizeRequest,
 )
 from kvclient.serve.http.template import rendered
 from kvclient.serve.keys import Keys
@@ -80,6 +82,12 @@ class Asking:
             "id": model_name, "object": "model", "created": int(time.time()), "owned_by": "kvclient-serve",
             "max_model_len": max_tokens,
         }  # fmt: skip
+
+    def apart(self) -> Asking:
+        """The same for another thread, which reads long texts: a tokenizer is one thread's at a time."""
+        other = copy.copy(self)
+        other.tokenizer = copy.deepcopy(self.tokenizer)
+        return other
 
     # ---------------------------------------------------------------- who asks
 
@@ -200,6 +208,16 @@ class Asking:
     def messages_as_chat(self, request: Counted) -> ChatRequest:
         """What /v1/messages asks, said as a chat."""
         return messages_as_chat(request, OPEN in str(getattr(self.tokenizer, "chat_template", "")))
+
+    def tokenized(self, asked: TokenizeRequest) -> list[int]:
+        """The ids of a text or a chat. Raises ApiError where there is neither."""
+        if asked.messages is not None:
+            return self.chat_tokens(asked.messages)
+        text = asked.prompt if asked.prompt is not None else asked.content
+        if text is None:
+            raise ApiError(400, "prompt or messages is needed", param="prompt")
+        text.encode()
+        return list(self.tokenizer(text, add_special_tokens=asked.add_special_tokens)["input_ids"])
 
     def count(self, request: Counted) -> int:
         """The tokens of its prompt."""
