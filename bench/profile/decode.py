@@ -1,11 +1,13 @@
 """What a step of decoding takes, of one row and of eight, with a model's layers by native/cpu and by torch.
 
-    python -m bench.profile.decode
+    python -m bench.profile.decode [--beside-llama]
 
 SmolLM2 behind 200 tokens, a forward pass of one new token a row, the cache cut back behind each. Contenders,
 by turns: `torch`, the model as it is loaded; `ours`, with the layers and the attention that kvclient-serve
-gives it. Of each: the median step, and the thread's processor time of it. Owns nothing that lasts; never
-judges. Invariant: both take their steps in turns, so what a busy machine does to one it does to the other.
+gives it. Of each: the median step, and the thread's processor time of it. With --beside-llama: tokens a
+second of the packed model's generate(), by turns with llama.cpp on random words of the same shapes (Q4_0).
+Owns nothing that lasts; never judges. Invariant: contenders take their steps in turns, so what a busy machine
+does to one it does to the other.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +24,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+from bench.install import python_environment
 from bench.reuse_ttft import ROOT
+from bench.streaming.rows import LLAMA
 
 CONTEXT = 200
 NAMES = ("torch", "ours")
@@ -109,13 +114,52 @@ def measure(dtype: str, steps: int) -> list[dict[str, Any]]:
     return found
 
 
+def beside_llama(tokens: int, rounds: int) -> dict[str, Any]:
+    """Tokens a second of one sequence on one thread, behind the first: ours packed in AWQ, and llama.cpp."""
+    import torch
+
+    model, python = loaded(PACKED)["ours"], python_environment("xllamacpp", LLAMA)
+    made = "from bench.streaming.model import SMOLLM2, ensure_gguf; print(ensure_gguf(SMOLLM2))"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([python, "-c", made], env=env, capture_output=True, text=True, check=True)
+    path = done.stdout.strip().splitlines()[-1]
+    command = [python, "-m", "bench.streaming.run", "llama", path, "--tokens", str(tokens), "--threads", "1"]
+    ids, marks = torch.arange(CONTEXT)[None] * 37 % 40000 + 100, list[float]()
+
+    def seen(*_: Any, **__: Any) -> torch.Tensor:
+        marks.append(time.perf_counter())
+        return torch.zeros(1, dtype=torch.bool)
+
+    found: dict[str, list[float]] = {"ours": [], "llama": []}
+    for _ in range(rounds):
+        marks.clear()
+        with torch.inference_mode():
+            model.generate(
+                ids, max_new_tokens=tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0,
+                stopping_criteria=[seen],
+            )  # fmt: skip
+        found["ours"].append(tokens / (marks[-1] - marks[0]))
+        theirs = subprocess.run(
+            [*command, "--prompt-tokens", str(CONTEXT)], env=env, capture_output=True, text=True, check=True
+        )
+        found["llama"].append(json.loads(theirs.stdout.splitlines()[-1])["tokens_per_s"])
+    return {name: median(rates) for name, rates in found.items()} | {"rounds": found}
+
+
 def main() -> int:
     name, told = "python -m bench.profile.decode", __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog=name, description=told)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", PACKED])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside-llama", action="store_true", help="this alone (llama.cpp from PyPI)")
+    parser.add_argument("--tokens", type=int, default=64, help="with --beside-llama (default %(default)s)")
     args = parser.parse_args()
+    if args.beside_llama:
+        both = beside_llama(args.tokens, 3)
+        share = both["ours"] / both["llama"]
+        print(f"ours {both['ours']:.1f} tokens/s, llama.cpp {both['llama']:.1f}: {share:.2f} x")
+        return 0
     found = [row for dtype in args.dtypes for row in measure(dtype, args.steps)]
     for row in found:
         parts = []

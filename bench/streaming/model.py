@@ -12,6 +12,8 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,28 @@ CONFIG = {
         "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True
     },
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of a model that llama.cpp reads. kind: its name there. tied: the head has the embedding's rows."""
+
+    name: str
+    kind: str
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    bias: bool
+    tied: bool
+
+
+QWEN = Shapes(
+    "qwen2.5-7b-shapes", "qwen2", HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, VOCABULARY, bias=True, tied=False
+)
+SMOLLM2 = Shapes("smollm2-135m-shapes", "llama", 576, 1536, 30, 9, 3, 49_152, bias=False, tied=True)
 
 
 def cache() -> Path:
@@ -113,46 +137,37 @@ def _save(home: Path, file: str, tensors: dict, names: dict[str, str]) -> None:
     names.update(dict.fromkeys(made, file))
 
 
-def ensure_gguf() -> Path:
-    """The same shapes as llama.cpp reads them: Q4_0 in every matrix, 4.0 GB."""
+def ensure_gguf(of: Shapes | None = None) -> Path:
+    """These shapes as llama.cpp reads them, random: Q4_0 in every matrix. Default: those above, 4.0 GB."""
     import gguf
 
-    path = cache() / "qwen2.5-7b-shapes-q4_0.gguf"
+    of = of or QWEN
+    path = cache() / f"{of.name}-q4_0.gguf"
     if path.exists():
         return path
+    path.parent.mkdir(parents=True, exist_ok=True)
     progress(f"making {path}")
     dice, part = np.random.default_rng(7), path.with_suffix(".part")
-    out = gguf.GGUFWriter(part, "qwen2", use_temp_file=False)
-    out.add_block_count(LAYERS)
+    out = gguf.GGUFWriter(part, of.kind, use_temp_file=False)
+    out.add_block_count(of.layers)
     out.add_context_length(2048)
-    out.add_embedding_length(HIDDEN)
-    out.add_feed_forward_length(FFN)
-    out.add_head_count(HEADS)
-    out.add_head_count_kv(KV_HEADS)
+    out.add_embedding_length(of.hidden)
+    out.add_feed_forward_length(of.ffn)
+    out.add_head_count(of.heads)
+    out.add_head_count_kv(of.kv_heads)
     out.add_layer_norm_rms_eps(1e-6)
     out.add_rope_freq_base(1000000.0)
+    out.add_rope_dimension_count(of.hidden // of.heads)
     out.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
-    words = [f"<{i}>" for i in range(VOCABULARY)]
+    words = [f"<{i}>" for i in range(of.vocabulary)]
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("qwen2")
     out.add_token_list(words)
-    out.add_token_types([gguf.TokenType.NORMAL] * VOCABULARY)
+    out.add_token_types([gguf.TokenType.NORMAL] * of.vocabulary)
     out.add_token_merges(["< 0"])
     out.add_bos_token_id(0)
     out.add_eos_token_id(2)
-    ours = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-            "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-            "mlp.down_proj": "ffn_down"}  # fmt: skip
-    tensors: list[tuple[str, tuple[int, ...], bool]] = [
-        ("token_embd.weight", (VOCABULARY, HIDDEN), True), ("output.weight", (VOCABULARY, HIDDEN), True),
-        ("output_norm.weight", (HIDDEN,), False),
-    ]  # fmt: skip
-    for layer in range(LAYERS):
-        tensors += [(f"blk.{layer}.{name}.weight", (HIDDEN,), False) for name in ("attn_norm", "ffn_norm")]
-        for name, (inputs, outputs, bias) in LINEARS.items():
-            tensors.append((f"blk.{layer}.{ours[name]}.weight", (outputs, inputs), True))
-            if bias:
-                tensors.append((f"blk.{layer}.{ours[name]}.bias", (outputs,), False))
+    tensors = list(_tensors(of))
     for name, shape, packed in tensors:
         held = (shape[0], shape[1] // 32 * 18) if packed else shape
         kind, size = (np.uint8, math.prod(held)) if packed else (np.float32, 4 * math.prod(held))
@@ -166,6 +181,28 @@ def ensure_gguf() -> Path:
     out.close()
     os.replace(part, path)
     return path
+
+
+def _tensors(of: Shapes) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Name, shape and whether it is packed, as GGUF has them."""
+    yield "token_embd.weight", (of.vocabulary, of.hidden), True
+    if not of.tied:
+        yield "output.weight", (of.vocabulary, of.hidden), True
+    yield "output_norm.weight", (of.hidden,), False
+    narrow = of.hidden // of.heads * of.kv_heads
+    matrices = {
+        "attn_q": (of.hidden, of.hidden, of.bias), "attn_k": (narrow, of.hidden, of.bias),
+        "attn_v": (narrow, of.hidden, of.bias), "attn_output": (of.hidden, of.hidden, False),
+        "ffn_gate": (of.ffn, of.hidden, False), "ffn_up": (of.ffn, of.hidden, False),
+        "ffn_down": (of.hidden, of.ffn, False),
+    }  # fmt: skip
+    for layer in range(of.layers):
+        for name in ("attn_norm", "ffn_norm"):
+            yield f"blk.{layer}.{name}.weight", (of.hidden,), False
+        for name, (outputs, inputs, bias) in matrices.items():
+            yield f"blk.{layer}.{name}.weight", (outputs, inputs), True
+            if bias:
+                yield f"blk.{layer}.{name}.bias", (outputs,), False
 
 
 def _q4_0(dice, shape: tuple[int, ...]) -> np.ndarray:
