@@ -48,6 +48,7 @@ class Fabric:
         namespace salts and pools (a descriptor that was inherited, and its bytes). Raises Unusable."""
         self._said = said
         about = {"listen": said["listen"], "address": said["address"], "memory": said["memory"]}
+        about |= {"serves": self._own_master, "run": os.urandom(8).hex()}  # its master ends with this process
         self.members = Membership(said["etcd"], said["cluster"], said["node"], about)
         self._told: dict[str, str] = {}
         self._tells = os.fdopen(said["tells"], "wb", buffering=0)
@@ -55,6 +56,7 @@ class Fabric:
             raise Unusable(f"etcd: {self.members.away}")
         self._tell_members()
         self._master, self._refused = "", 0
+        self._runs: set[str] = set()  # of the fabrics that may have started that master
         self._master_process: Any = None
         self.pool: Pool | None = None
         if not said["memory"]:
@@ -74,6 +76,8 @@ class Fabric:
         master = self._own_master
         try:
             self._master = self.members.master(master)
+            self.members.look()  # who has just taken the part says so
+            self._runs = self._runs_now()
         except Away as error:
             raise Unusable(f"etcd: {error}") from None
         if self._master == master:
@@ -135,6 +139,19 @@ class Fabric:
             return
         if master and master != self._master:
             raise Unusable(f"the master was at {self._master} and is at {master}")
+        self._same_master()
+
+    def _runs_now(self) -> set[str]:
+        told = self.members.members.values()
+        return {str(about.get("run")) for about in told if about.get("serves") == self._master} - {"None"}
+
+    def _same_master(self) -> None:
+        """Raises Unusable where the master's fabric was started anew: an empty one is at its address.
+        Not where etcd has lost sight of it: the master may live."""
+        now = self._runs_now()
+        if self._runs and now and not now & self._runs:
+            raise Unusable(f"the master at {self._master} was started anew")
+        self._runs = self._runs or now
 
     def _master_is_gone(self) -> bool:
         """By the word of its host, twice. Of a host that says nothing the lease runs out."""

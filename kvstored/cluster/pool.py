@@ -68,20 +68,36 @@ class Pool:
     # ---- calls that may hang
 
     def _submit(self, host: str, call: Any, *arguments: Any) -> concurrent.futures.Future[Any] | None:
-        """None: that host has as many calls in flight as it may have."""
+        """None: that host has as many calls in flight as it may have, or there is no thread for this one."""
+        made: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             if self._busy.get(host, 0) >= MOST_OF_A_HOST:
                 return None
             self._busy[host] = self._busy.get(host, 0) + 1
 
-        def run() -> Any:
-            try:
-                return call(*arguments)
-            finally:
-                with self._lock:
-                    self._busy[host] -= 1
+        def over() -> None:
+            with self._lock:
+                self._busy[host] -= 1
 
-        return self._calls.submit(run)
+        def run() -> None:
+            if not made.set_running_or_notify_cancel():
+                return
+            try:
+                result = call(*arguments)
+            except BaseException as error:
+                over()
+                made.set_exception(error)
+            else:
+                over()
+                made.set_result(result)
+
+        try:
+            self._calls.submit(run)
+        except RuntimeError:  # no new thread; but it is in the queue, and a thread that is there may have it
+            if made.cancel():
+                over()
+                return None
+        return made
 
     def _leave_alone(self, host: str) -> None:
         if host != self._backend.endpoint:

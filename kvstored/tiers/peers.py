@@ -46,11 +46,13 @@ def listening_at(config: Config) -> Endpoint | None:
     return found if allowed else None
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def held_port() -> socket.socket:
+    """On loopback, bound and never listening: a port that is nobody else's as long as this is open. Who is
+    told of it listens there (SO_REUSEADDR), and while nobody does, who connects is refused."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _certificates(config: Config) -> tuple[str, str, str]:
@@ -89,7 +91,8 @@ class Peers:
         if config.cluster:
             self._inner = self._make_server(BY_ITSELF, [POOL], None, stores)
         # The cluster's pool is one more peer, on loopback: the process beside this daemon (kvstored.cluster).
-        self.pool_port = free_port() if config.cluster and config.cluster_memory else 0
+        self._held = held_port() if config.cluster and config.cluster_memory else None
+        self.pool_port: int = self._held.getsockname()[1] if self._held else 0
         addresses = [_core.PeerAddress(peer.node, peer.at.host, peer.at.port) for peer in config.peer]
         if self.pool_port:
             addresses.append(_core.PeerAddress(POOL, "127.0.0.1", self.pool_port, tells=False, places=True))
@@ -207,6 +210,8 @@ class Peers:
             tier.stop()
         for server in filter(None, (self._server, self._inner)):
             server.stop()
+        if self._held:
+            self._held.close()
 
     def server_stats(self) -> dict[str, int]:
         return self._server.stats() if self._server else {}

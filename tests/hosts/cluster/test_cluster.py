@@ -283,9 +283,12 @@ def test_the_masters_process_is_killed_and_nothing_but_hits_is_lost(cluster):
     with kvclient.connect(dir=str(near.dir)) as here, kvclient.connect(dir=str(far.dir)) as there:
         put(here, keys, SMALL)
         until(lambda: counters(near).get("puts") == 6, "all are in the pool")
-        os.kill(next(filter(None, (masters_pid(fabric_pid(host)) for host in (near, far)))), signal.SIGKILL)
+        before = {host: fabric_pid(host) for host in (near, far)}
+        os.kill(next(filter(None, map(masters_pid, before.values()))), signal.SIGKILL)
         put(here, later, SMALL)
         assert got(here, keys, SMALL) == 6 and got(there, new_keys(2), SMALL) == 0
+        for host, pid in before.items():
+            until(lambda h=host, p=pid: fabric_pid(h) not in (None, p), "it joins anew, on both hosts")
         until(lambda: counters(near).get("puts") == 12 and counters(near)["known"] == 12, "put again")
         flush(near)
         until(lambda: far.peers()["pool"]["state"] == "up", "it is there")

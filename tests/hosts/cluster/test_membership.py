@@ -13,7 +13,9 @@ import urllib.request
 
 import pytest
 
+from kvstored.cluster.fabric import Fabric
 from kvstored.cluster.membership import Away, Membership
+from kvstored.cluster.mooncake import Unusable
 
 
 def coded(what: bytes) -> str:
@@ -147,3 +149,51 @@ def test_a_master_that_has_no_address_is_etcd_away(etcd):
     answers["/v3/kv/range"] = {"kvs": [{}]}
     with pytest.raises(Away):
         membership.master("127.0.0.1:1")
+
+
+@pytest.fixture
+def joined(etcd):
+    """(a fabric that has joined the pool of another's master, what etcd answers)"""
+    fabric = Fabric.__new__(Fabric)
+    fabric.members, answers = etcd
+    answers["/v3/lease/keepalive"] = {"result": {"TTL": "15"}}
+    fabric._said = {"address": "10.0.0.2", "master_port": 7401}
+    fabric._master, fabric._runs, fabric._master_process = "10.0.0.1:7401", set(), None
+    fabric.pool, fabric._tell_members, fabric._master_is_gone = object(), lambda: None, lambda: False
+    fabric.members.master = lambda address: fabric._master  # its key is the same
+    yield fabric, answers
+
+
+def looks(fabric, answers, **members: bytes) -> None:
+    answers["/v3/kv/range"] = entries(**members)
+    fabric._look()
+    assert fabric.members.away == ""
+
+
+FIRST = b'{"serves": "10.0.0.1:7401", "run": "a"}'
+AGAIN = b'{"serves": "10.0.0.1:7401", "run": "b"}'
+
+
+def test_a_master_that_is_back_at_its_address_is_another(joined):
+    """It is empty: who goes on with it believes what it put to be there."""
+    looks(*joined, host=FIRST)
+    looks(*joined, host=FIRST)
+    with pytest.raises(Unusable, match="started anew"):
+        looks(*joined, host=AGAIN)
+
+
+ELSEWHERE = AGAIN.replace(b":7401", b":1")
+
+
+@pytest.mark.parametrize("said", [None, b"{}", b'{"serves": "10.0.0.1:7401"}', ELSEWHERE])
+def test_a_masters_host_that_etcd_lost_sight_of_is_the_same(joined, said):
+    looks(*joined, host=FIRST)
+    looks(*joined, **({} if said is None else {"host": said}))
+    looks(*joined, host=FIRST)
+    with pytest.raises(Unusable):
+        looks(*joined, host=AGAIN)
+
+
+def test_a_second_host_at_the_masters_address_changes_nothing(joined):
+    looks(*joined, host=FIRST)
+    looks(*joined, host=FIRST, other=AGAIN)

@@ -162,3 +162,34 @@ def test_memory_that_a_read_lands_in_is_quarantined_until_it_is_over():
     over.set()
     late.join()
     assert len(mooncake.read(Place("live", 0, 1 << 16), 1 << 16)) == 1 << 16, "and all of it is joined again"
+
+
+def test_a_call_for_which_there_is_no_thread_is_not_counted_and_not_made(four, monkeypatch):
+    """Not even later: the extent that it would have filled is somebody else's then."""
+    machines, made = four
+    submit, calls = made._calls.submit, []
+
+    def refused(call):
+        calls.append(call)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(made._calls, "submit", refused)
+    for _ in range(2 * pool.MOST_OF_A_HOST):
+        assert made.find("default", KEY) == [] and made.put("default", KEY, BLOCK) == frozenset()
+    monkeypatch.setattr(made._calls, "submit", submit)
+    for call in calls:  # they were in the queue all the same
+        call()
+    assert machines.asked == []
+    assert len(made.put("default", KEY, BLOCK)) == 2
+
+
+def test_a_call_that_a_thread_had_taken_goes_on_though_no_other_could_start(four, monkeypatch):
+    _machines, made = four
+
+    def taken(call):
+        call()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(made._calls, "submit", taken)
+    for _ in range(2 * pool.MOST_OF_A_HOST):
+        assert len(made.put("default", KEY, BLOCK)) == 2

@@ -3,6 +3,7 @@ its predecessor's fabric lives."""
 
 import fcntl
 import os
+import socket
 import threading
 import types
 from unittest import mock
@@ -14,7 +15,7 @@ from kvstored.cluster.sidecar import Left
 from kvstored.config.peers import MAX_PEERS, Endpoint
 from kvstored.config.sources import load
 from kvstored.errors import ConfigError, StartupError
-from kvstored.tiers.peers import Peers
+from kvstored.tiers.peers import Peers, held_port
 
 TLS = {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}
 SHARED = {"node": "me", "cluster": "etcd://10.0.0.8:2379", "cluster_memory": "0"}
@@ -140,3 +141,15 @@ def test_a_cluster_goes_with_tls_where_it_has_no_pool():
     with pytest.raises(ConfigError, match="Mooncake has no TLS"):
         load({**both, "cluster_memory": "256MiB"}, {})
     assert load(both, {}).config.cluster_memory == 0
+
+
+def test_the_pools_port_is_nobody_elses_while_no_fabric_listens_there():
+    with held_port() as held:
+        at = held.getsockname()
+        for _ in range(2):  # a fabric, and the next
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(at)
+            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+                stranger.bind(at)
+            with socket.create_server(at), socket.create_connection(at):
+                pass
