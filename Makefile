@@ -134,14 +134,15 @@ CTEST = $(VENV)/bin/ctest --test-dir build/dev -j $$((2 * $(JOBS))) --output-on-
 BESIDE = -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder \
 	--disable-plugin-autoload -p xdist -p timeout -p hypothesispytest -p tests.workers
 
-# $(call once_more,COMMAND): with AGAIN=1 what failed runs once more, by itself. A machine that others share stalls
-# now and then; what passes only then has been named above, and what fails twice fails.
-once_more = $(if $(AGAIN),|| { echo "once more by itself: what failed above. What passes now is unsteady."; $(1); })
+# $(call once_more,STATUS,COMMAND): with AGAIN=1 what failed runs once more, by itself, if STATUS says that tests
+# failed, all of which had run. A machine that others share stalls now and then; what passes only then has been
+# named above, and what fails twice fails.
+once_more = $(if $(AGAIN),|| { [ $$? -eq $(1) ] && echo "once more by itself: what failed above" && $(2); })
 FAILED = $(PY) -m pytest -q --last-failed --last-failed-no-failures none
 
 test: model native-tests ## build and pass the tests
-	@$(CTEST) $(call once_more,$(VENV)/bin/ctest --test-dir build/dev --rerun-failed --output-on-failure)
-	@$(PY) -m pytest -q $(BESIDE) -m "not slow and not engines" $(call once_more,$(FAILED) -m "not slow and not engines")
+	@$(CTEST) $(call once_more,8,$(VENV)/bin/ctest --test-dir build/dev --rerun-failed --output-on-failure)
+	@$(PY) -m pytest -q $(BESIDE) -m "not slow and not engines" $(call once_more,1,$(FAILED) -m "not slow and not engines")
 
 test-all: model native-tests $(VENV)/.clients ## also the slow tests and other releases of transformers
 	@$(CTEST)
@@ -149,7 +150,7 @@ test-all: model native-tests $(VENV)/.clients ## also the slow tests and other r
 
 RELEASES = tests/hf/attachment/test_releases.py
 releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
-	@$(PY) -m pytest -q -n $(JOBS) -m engines $(RELEASES) $(call once_more,$(FAILED) -m engines $(RELEASES))
+	@$(PY) -m pytest -q -n $(JOBS) -m engines $(RELEASES) $(call once_more,1,$(FAILED) -m engines $(RELEASES))
 
 engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store (installs 2.7 GB beside the checkout, once)
 	@PYTHON="$(PYTHON)" .ci/engines

@@ -52,7 +52,7 @@ struct NoThreads {
   NoThreads() {
     pthread_attr_t none;
     KV_INVARIANT(::pthread_getattr_default_np(&usual) == 0 && ::pthread_attr_init(&none) == 0);
-    KV_INVARIANT(::pthread_attr_setstacksize(&none, size_t{1} << 46) == 0 && ::pthread_setattr_default_np(&none) == 0);
+    KV_INVARIANT(::pthread_attr_setstacksize(&none, size_t{1} << 47) == 0 && ::pthread_setattr_default_np(&none) == 0);
   }
   ~NoThreads() { KV_INVARIANT(::pthread_setattr_default_np(&usual) == 0); }
   pthread_attr_t usual;

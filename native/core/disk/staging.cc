@@ -7,7 +7,6 @@
 #include "core/base/error.h"
 
 namespace kv {
-namespace {}
 
 Staging::Staging(uint32_t count) : bytes_(round_up(count * kBufferBytes, kHugePageBytes) + kHugePageBytes) {
   void* base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -26,15 +26,15 @@ constexpr int kCollapse = 25;                      // MADV_COLLAPSE, which older
 constexpr int kMostRefused = 16;                   // huge pages that the machine had not, in a row
 constexpr int kRestsTimes = 4;                     // as long as the last one took: a fifth of a processor
 constexpr int kMostPasses = 10;                    // the last begins eight minutes behind the one before
+}  // namespace
 
 // Linux 6.6: before 6.4 a reader could see a page of the file system that was not filled yet.
-bool collapses_pages() {
+bool Pool::collapses_pages() {
   utsname about;
   unsigned major = 0, minor = 0;
   if (::uname(&about) != 0 || std::sscanf(about.release, "%u.%u", &major, &minor) != 2) return false;
   return major > 6 || (major == 6 && minor >= 6);
 }
-}  // namespace
 
 Pool::Pool(int fd, uint64_t capacity, uint64_t frontier, uint64_t huge_after_ms)
     : fd_(::fcntl(fd, F_DUPFD_CLOEXEC, 3)),
@@ -116,15 +116,17 @@ bool Pool::rests(std::chrono::nanoseconds time) {
 void Pool::make_huge() {
   if (!huge_after_ms_ || !collapses_pages() || !rests(std::chrono::milliseconds(huge_after_ms_))) return;
   std::vector<bool> made(capacity_ / kHugePageBytes);
+  bool any = false;
   for (int pass = 0; pass < kMostPasses && huge() < made.size() * kHugePageBytes; ++pass) {
     int refused = 0;
     for (size_t i = 0; i < made.size() && refused < kMostRefused; ++i) {
       if (made[i]) continue;
       std::byte* const piece = mapping_.data() + i * kHugePageBytes;
       const uint64_t began_ns = monotonic_ns();
+      if (truncated()) return;  // what a client cut off would be there again, as zeros
       const int error = ::madvise(piece, kHugePageBytes, kCollapse) == 0 ? 0 : errno;
-      if (error == EINVAL) return;  // the kernel has no such pages
-      made[i] = error == 0;
+      if (error == EINVAL && !any) return;  // the kernel has no such pages
+      made[i] = error == 0, any = any || made[i];
       refused = error == 0 || error == EAGAIN ? 0 : refused + 1;
       if (made[i]) huge_.fetch_add(kHugePageBytes, std::memory_order_relaxed);
       ::madvise(piece, kHugePageBytes, MADV_DONTNEED);  // as run() does

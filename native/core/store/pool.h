@@ -30,6 +30,7 @@ class Pool {
   // is some again, for which it looks once a second.
   bool grow();
 
+  static bool collapses_pages();  // whether this kernel makes huge pages of small ones without harm
   uint64_t capacity() const { return capacity_; }
   uint64_t frontier() const { return frontier_.load(std::memory_order_acquire); }
   uint64_t faulted() const { return faulted_.load(std::memory_order_acquire); }
