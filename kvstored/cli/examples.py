@@ -76,8 +76,9 @@ its views say BlockLost from then on. What stays comes back when the arrays go, 
 
 Needs no daemon. Without --repair nothing changes, and a daemon may run: its temporary files are then
 reported as left over. --repair removes corrupt and misplaced blocks and leftovers, and nothing whose name
-is not ours. A block that cannot be opened (permissions, too many open files) may be good: it is told as
-unopened, counts as wrong, and stays. Exit code 1 if something is wrong and was not repaired.""",
+is not ours. A block that cannot be opened (permissions, too many open files), or of which a read fails, may
+be good: it is told as unopened or unreadable, counts as wrong, and stays. Exit code 1 if
+something is wrong and was not repaired.""",
     "top": """examples:
   kvstored top --interval-s 0.5
   kvstored top --once           one look, for scripts

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -19,6 +20,18 @@
 using namespace kv;
 using namespace kv::test;
 namespace fs = std::filesystem;
+
+namespace {
+
+bool reads_fail = false;
+
+}  // namespace
+
+// Instead of the C library's, for all of this program.
+extern "C" ssize_t pread(int fd, void* to, size_t bytes, off_t at) {
+  if (reads_fail) return errno = EIO, -1;
+  return ::syscall(SYS_pread64, fd, to, bytes, at);
+}
 
 namespace {
 
@@ -230,6 +243,23 @@ TEST(a_block_that_cannot_be_opened_is_not_taken_for_corrupt) {
     CHECK(fs::exists(tree.directory / good));
   }
   CHECK(unopened > 0);
+}
+
+TEST(a_block_that_cannot_be_read_is_not_taken_for_corrupt) {
+  Tree tree;
+  const std::string good = tree.block(1);
+  for (const bool keep : {false, true}) {
+    reads_fail = true;
+    const FsckReport report = tree.check({.repair = true, .keep_corrupt = keep});
+    reads_fail = false;
+    CHECK(tree.seen[good].kind == Finding::Unreadable);
+    CHECK_EQ(name(tree.seen[good].kind), "unreadable");
+    CHECK_EQ(report.wrong(), 1u);
+    CHECK_EQ(report.repaired, 0u);
+    CHECK(fs::exists(tree.directory / good));
+  }
+  tree.put(BlockImage(2, layout(), 100), path_of(key_of_number(1), {}));  // and after an error, an end is an end
+  CHECK_EQ(tree.check({}).found[static_cast<size_t>(Finding::Corrupt)], 1u);
 }
 
 TEST(nothing_is_made_where_nothing_was) {

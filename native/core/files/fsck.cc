@@ -35,7 +35,7 @@ class Reader {
     if (!window_) throw std::bad_alloc();
   }
 
-  void open(int fd, uint64_t bytes) { fd_ = fd, bytes_ = bytes, begin_ = end_ = read_ = 0; }
+  void open(int fd, uint64_t bytes) { fd_ = fd, bytes_ = bytes, begin_ = end_ = read_ = 0, error = 0; }
   uint64_t read_bytes() const { return read_; }
 
   // What is at `offset`, at least a byte. Empty at an error, which is then in `error`, or where the file ends too early.
@@ -133,7 +133,8 @@ class Check {
     reader_.open(fd.get(), bytes);
     std::string why = wrong_bytes(key, bytes);
     report_.read_bytes += reader_.read_bytes();
-    return {Finding::Corrupt, std::move(why)};
+    // A file system of the network fails for a while: the block may be good.
+    return {reader_.error == 0 ? Finding::Corrupt : Finding::Unreadable, std::move(why)};
   }
 
   std::string wrong_bytes(const Key& key, uint64_t bytes) {
@@ -212,7 +213,8 @@ class Check {
   void report(Finding kind, const std::string& path, const std::string& why) {
     ++report_.found[static_cast<size_t>(kind)];
     Action action = Action::None;
-    const bool stays = kind == Finding::Unusable || kind == Finding::Foreign || kind == Finding::Unopened;
+    const bool stays =
+        kind == Finding::Unusable || kind == Finding::Foreign || kind == Finding::Unopened || kind == Finding::Unreadable;
     if (options_.repair && !stays) {
       const bool keep = options_.keep_corrupt && (kind == Finding::Corrupt || kind == Finding::Misplaced);
       const int answer = keep ? buffered_.aside(path) : buffered_.remove(path);
@@ -246,6 +248,7 @@ std::string_view name(Finding kind) {
     case Finding::Unusable: return "unusable";
     case Finding::Foreign: return "foreign";
     case Finding::Unopened: return "unopened";
+    case Finding::Unreadable: return "unreadable";
   }
   return "?";
 }

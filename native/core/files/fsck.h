@@ -20,15 +20,16 @@ struct FsckOptions {
 };
 
 enum class Finding : uint32_t {
-  Corrupt,    // a block whose header, layers or rest differ, or that cannot be read
-  Misplaced,  // a block where nobody looks for it
-  Leftover,   // a temporary file, or what was flushed or deleted and a running daemon may be removing, without `repair`
-  Blocked,    // a link, FIFO, socket or device where a block should be
-  Unusable,   // a directory where a block should be, or no directory where one should be: never removed
-  Foreign,    // not ours: reported only, not wrong
-  Unopened,   // a block that cannot be opened now (permissions, descriptors, memory): it may be good, and is never removed
+  Corrupt,     // a block whose header, layers or rest differ
+  Misplaced,   // a block where nobody looks for it
+  Leftover,    // a temporary file, or what was flushed or deleted and a running daemon may be removing, without `repair`
+  Blocked,     // a link, FIFO, socket or device where a block should be
+  Unusable,    // a directory where a block should be, or no directory where one should be: never removed
+  Foreign,     // not ours: reported only, not wrong
+  Unopened,    // a block that cannot be opened now (permissions, descriptors, memory): it may be good, and is never removed
+  Unreadable,  // a block of which a read failed: on a file system of the network it may pass; never removed either
 };
-inline constexpr size_t kFindings = 7;
+inline constexpr size_t kFindings = 8;
 std::string_view name(Finding kind);
 
 enum class Action : uint32_t { None, Removed, Kept, Failed };  // Kept: in DIR/aside
