@@ -89,15 +89,16 @@ class Answers:
         with self._lock:
             self._strangers.append(plain)
             if len(self._strangers) > MOST_STRANGERS:
-                try:
-                    self._strangers[0].shutdown(socket.SHUT_RDWR)  # its thread closes it
+                try:  # its thread closes it, when it runs: of a burst each arrival shuts another
+                    self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
                 except OSError:  # it has hung up
                     pass
         try:
             return frames.admit(stream, self._node, self._salts, self._daemon)
         finally:
             with self._lock:
-                self._strangers.remove(plain)
+                if plain in self._strangers:
+                    self._strangers.remove(plain)
 
     def _tell_over(self, stream: Stream, space: str, request: int) -> list[int]:
         """What it has told; nothing of it is kept."""

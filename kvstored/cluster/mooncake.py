@@ -176,6 +176,10 @@ class Mooncake:
         config.preferred_segments = [segment]
         return bool(self._store.put(name, data, config) == 0)
 
+    def remove(self, name: str) -> bool:
+        """Also while somebody reads it: what is read is verified."""
+        return bool(self._store.remove(name, True) == 0)
+
     def places(self, names: list[str]) -> dict[str, Place]:
         """Of those that are there, and are not given up for some seconds."""
         found = {}

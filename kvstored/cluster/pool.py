@@ -14,7 +14,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvstored.cluster.frames import Broken, Frame
 from kvstored.cluster.mooncake import Extent, NoRoom, Place
@@ -24,6 +24,7 @@ GET_S, PUT_S = 0.9, 0.8
 HEDGE_S, HEDGE_BYTES_PER_S = 0.15, 400e6  # until the next replica is asked beside the first
 BYTES_PER_S = 50e6  # a transfer is given so much longer
 ALONE_S = 10.0  # for a host that failed or was late
+FULL_S = 30.0  # for a host that passed a replica on: no other is put there
 THREADS = 96
 MASTER = ""  # as the host of a call
 MOST_OF_A_HOST = 16  # calls in flight: of one that stands still they come back after some seconds
@@ -42,9 +43,17 @@ class Backend(Protocol):
     endpoint: str
 
     def put(self, name: str, data: bytes, segment: str) -> bool: ...
+    def remove(self, name: str) -> bool: ...
     def places(self, names: list[str]) -> dict[str, Place]: ...
     def read(self, place: Place, length: int) -> bytes | None: ...
     def read_into(self, place: Place, at: int, extent: Extent) -> bool: ...
+
+
+class Reached(NamedTuple):
+    """Of a block: the hosts that can be reached and have it, and whether another would take a replica."""
+
+    hosts: frozenset[str]
+    room: bool
 
 
 class Pool:
@@ -56,6 +65,7 @@ class Pool:
         self._backend, self._replicas, self._hosts, self._now = backend, replicas, hosts, now
         self._calls = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="mooncake")
         self._alone: dict[str, float] = {}  # endpoints that are left alone, until when
+        self._full: dict[str, float] = {}  # endpoints that passed a replica on, until when
         self._busy: dict[str, int] = {}  # calls in flight
         self._lock = threading.Lock()
         names = (
@@ -108,7 +118,11 @@ class Pool:
 
     def _places(self, names: list[str]) -> dict[str, Place] | None:
         """None: the master does not answer."""
-        future = self._submit(MASTER, self._backend.places, names)
+        found: dict[str, Place] | None = self._of_master(self._backend.places, names)
+        return found
+
+    def _of_master(self, call: Any, *arguments: Any) -> Any:
+        future = self._submit(MASTER, call, *arguments)
         try:
             return future.result(GET_S) if future is not None else None
         except concurrent.futures.TimeoutError:
@@ -139,10 +153,13 @@ class Pool:
         """Replicas that a block should have: no more than there are hosts."""
         return min(self._replicas, len(self.hosts()))
 
-    def reached(self, space: str, key: bytes) -> frozenset[str] | None:
-        """The hosts of its replicas that can be reached. None: the master does not answer."""
-        found = self._places(self._names(space, key))
-        return None if found is None else self._reached(found)
+    def reached(self, space: str, key: bytes) -> Reached | None:
+        """None: the master does not answer."""
+        names, found = self._names(space, key), self._places(self._names(space, key))
+        if found is None:
+            return None
+        there = self._reached(found)
+        return Reached(there, len(found) < len(names) and self.has_room(there))
 
     def _reached(self, found: Mapping[str, Place]) -> frozenset[str]:
         """By host: two that lie on the same one are lost together, and who is no member is gone."""
@@ -154,9 +171,15 @@ class Pool:
         )
 
     def has_room(self, there: frozenset[str]) -> bool:
-        """Whether a replica is missing, and a host is welcome that has none."""
-        welcome = {host for host in self.hosts() if self._welcome(host)}
-        return len(there) < self._replicas and not welcome <= there
+        """Whether a replica is missing, and a host would take it."""
+        return len(there) < self._replicas and bool(self._takers(list(self._hosts().items()), there))
+
+    def _takers(self, hosts: list[tuple[str, str]], there: frozenset[str]) -> list[tuple[str, str]]:
+        """Those that are welcome, have none and are not full; full ones where nobody has any."""
+        others = [host for host in hosts if host[1] not in there and self._welcome(host[1])]
+        return [host for host in others if self._full.get(host[1], 0.0) <= self._now()] or (
+            [] if there else others
+        )
 
     def put(self, space: str, key: bytes, block: list[Frame]) -> frozenset[str]:
         """The hosts that can be reached and have it then. Raises Broken for what is no block."""
@@ -167,34 +190,52 @@ class Pool:
             return frozenset()
         there = before = self._reached(found)
         free = [name for name in names if name not in found]
-        hosts = [host for host in self._in_order(key) if host[1] not in there]
+        hosts = self._takers(self._in_order(key), there)
         limit_s, elsewhere, puts = PUT_S + len(data) / BYTES_PER_S, False, 0
         while len(there) < self._replicas and free and hosts:
             count = min(self._replicas - len(there), len(free), len(hosts))
             tried = [(free.pop(0), hosts.pop(0)) for _ in range(count)]
-            done = self._put_all(tried, data, limit_s)
-            now = self.reached(space, key) if done else there  # a host that is full passes it on
-            there = there | done if now is None else now
-            puts += len(done)
-            self.counts["placed_elsewhere"] += len(done) if elsewhere else 0
-            elsewhere = True
+            now = self._landed(names, self._put_all(tried, data, limit_s), there)
+            puts += len(now - there)
+            self.counts["placed_elsewhere"] += len(now - there) if elsewhere else 0
+            there, elsewhere = now, True
         self.longest_put_s = max(self.longest_put_s, self._now() - began_s)
-        self.counts["put_failed" if not there else "mended" if before else "puts"] += 1
+        self.counts["put_failed"] += not there
+        self.counts["puts"] += bool(there and not before)
+        self.counts["mended"] += bool(before and len(there) > len(before))
         self.counts["put_bytes"] += len(data) if puts else 0
         self.counts["replicas"] += puts
         return there
 
-    def _put_all(self, tried: list[tuple[str, tuple[str, str]]], data: bytes, limit_s: float) -> set[str]:
-        """The hosts that took it."""
-        end, done, waiting = self._now() + limit_s, set(), []
+    def _landed(self, names: list[str], done: dict[str, str], there: frozenset[str]) -> frozenset[str]:
+        """The hosts that have it now. One that was full has passed it on: nothing is put there for a while,
+        and what landed beside another replica is removed; if Mooncake does not, it keeps its name."""
+        found = self._places(names) if done else None
+        if found is None:
+            return there | frozenset(done.values())
+        first = set()
+        for name in names:  # by number: others that do so at the same time keep the same one
+            at = found[name].endpoint if name in found else None
+            if name in done and at != done[name]:
+                self._full[done[name]] = self._now() + FULL_S
+            if name in done and at in first:
+                self._of_master(self._backend.remove, name)
+            first.add(at)
+        return self._reached(found)
+
+    def _put_all(
+        self, tried: list[tuple[str, tuple[str, str]]], data: bytes, limit_s: float
+    ) -> dict[str, str]:
+        """What was taken, by name: the hosts to which it was given."""
+        end, done, waiting = self._now() + limit_s, dict[str, str](), []
         for name, (segment, host) in tried:
             future = self._submit(host, self._backend.put, name, data, segment)
             if future is not None:
-                waiting.append((future, host))
-        for future, host in waiting:
+                waiting.append((future, name, host))
+        for future, name, host in waiting:
             try:
                 if future.result(max(0.0, end - self._now())):
-                    done.add(host)
+                    done[name] = host
                     continue
             except concurrent.futures.TimeoutError:
                 self.counts["late"] += 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 import grpc
 
+from kvstored import log
 from kvstored.cluster import frames
 from kvstored.cluster.frames import Broken, Frame, Stream
 from kvstored.cluster.pool import Pool
@@ -27,6 +28,7 @@ MOST_A_STEP = 64  # blocks that are put
 MOST_A_FETCH = 8  # of those, in memory at a time
 ROUND_S = 2.0  # for what is new, and for what is mended: the lease is kept between two rounds
 USEFUL = 1.2  # uses, of which sealing is one: who was asked for again
+POSTPONED_S = 60.0  # for a block that broke the stream
 MOST_KNOWN = 1 << 17  # keys that are remembered as put
 
 
@@ -44,6 +46,7 @@ class Putter:
         self._hosts: frozenset[str] = frozenset()  # for which that holds
         self._same: dict[frozenset[str], frozenset[str]] = {}  # many blocks lie on the same hosts
         self._later: set[tuple[str, bytes]] = set()  # could not be put: the next time that a round has room
+        self._postponed: dict[tuple[str, bytes], float] = {}  # broke the stream; until when
         self._layouts: dict[bytes, Frame] = {}
         self._streams: dict[str, Stream] = {}
         self._requests = 0
@@ -59,9 +62,10 @@ class Putter:
 
     def round(self) -> int:
         """Puts again what is on too few hosts since one has gone or come, and then blocks that were asked for
-        again since they were sealed, and that the pool was not given yet. How many of both are where they
-        should be now. Raises grpc.RpcError, Broken."""
+        again since they were sealed, and that the pool was not given yet. How many of both are on more
+        hosts than was known. Raises grpc.RpcError, Broken."""
         self._look_at_hosts()
+        self._postponed = {block: until for block, until in self._postponed.items() if until > self._now()}
         put, full = self._mend(self._now() + ROUND_S), False
         end = self._now() + ROUND_S
         address = grpc_address(os.path.join(self._directory, "grpc.sock"))
@@ -103,11 +107,14 @@ class Putter:
         for (space, key), there in self._known.items():
             self._note(space, key, there & hosts)
 
-    def _note(self, space: str, key: bytes, there: frozenset[str]) -> None:
+    def _note(self, space: str, key: bytes, there: frozenset[str]) -> bool:
+        """Whether it is new, or on more hosts than was known."""
+        before = self._known.get((space, key))
         self._known[space, key] = self._same.setdefault(there, there)
         self._short.pop((space, key), None)
         if len(there) < self._pool.wanted():
             self._short[space, key] = None
+        return before is None or len(there) > len(before)
 
     def _mend(self, end: float) -> int:
         """Puts blocks that are on too few hosts, where another host would take them."""
@@ -121,35 +128,51 @@ class Putter:
     # ---- bringing it there
 
     def _put(self, space: str, keys: list[bytes], end: float) -> int:
-        """How many are noted then; not those that the daemon did not give, that no host took, or for which
-        there was no time. What the daemon has no more is forgotten: if it lists it again, that is new."""
+        """How many are new in the pool, or on more hosts; not those that the daemon did not give, that no
+        host took, or for which there was no time. What the daemon has no more is forgotten: if it lists it
+        again, that is new."""
         noted = 0
         for at in range(0, len(keys), MOST_A_FETCH):
             wanting = []
             for key in keys[at : at + MOST_A_FETCH]:
-                there = self._pool.reached(space, key) if self._now() < end else None
-                if there is None:
+                reached = self._pool.reached(space, key) if self._now() < end else None
+                if reached is None:
                     return noted  # the master does not answer, or it is late
-                if self._pool.has_room(there):
+                if not reached.room:
+                    noted += bool(reached.hosts) and self._note(space, key, reached.hosts)
+                elif (space, key) not in self._postponed:
                     wanting.append(key)
-                else:
-                    self._note(space, key, there)
-                    noted += 1
-            frames_of = self._given(space, wanting)
-            for key in wanting:
-                if key not in frames_of:
+            for key, block in self._given(space, wanting, end).items():
+                if not block:
                     self._known.pop((space, key), None)
                     self._short.pop((space, key), None)
-                elif self._now() < end and (there := self._pool.put(space, key, frames_of[key])):
-                    self._note(space, key, there)
-                    noted += 1
+                elif self._now() < end and (there := self._pool.put(space, key, block)):
+                    noted += self._note(space, key, there)
         return noted
 
-    def _given(self, space: str, keys: list[bytes]) -> dict[bytes, list[Frame]]:
-        """Whole blocks, of those that the daemon gave."""
+    def _given(self, space: str, keys: list[bytes], end: float) -> dict[bytes, list[Frame]]:
+        """Whole blocks; nothing for one that the daemon has not. Where they break the stream, one by one, as
+        far as there is time: who breaks it alone is postponed. Raises Broken where there is no stream."""
         if not keys:
             return {}
-        stream = self._stream(space)
+        stream, blocks = self._stream(space), dict[bytes, list[Frame]]()
+        try:
+            return {key: list[Frame]() for key in keys} | self._fetched(stream, keys)
+        except Broken:  # of one of them, or the stream is old
+            self.begin_again()
+        for key in keys:
+            if self._now() >= end:
+                break
+            stream = self._stream(space)
+            try:
+                blocks[key] = self._fetched(stream, [key]).get(key, [])
+            except Broken as error:
+                self.begin_again()
+                self._postponed[space, key] = self._now() + POSTPONED_S
+                log.warning("fabric_block_postponed", key=key.hex(), why=f"{error!r:.200}")
+        return blocks
+
+    def _fetched(self, stream: Stream, keys: list[bytes]) -> dict[bytes, list[Frame]]:
         self._requests += 1
         found = frames.fetch(stream, keys, self._requests)
         whole = {}

@@ -55,6 +55,9 @@ class Machines:
             objects[name] = data
         return objects is not None
 
+    def remove(self, name: str) -> bool:
+        return any(objects.pop(name, None) is not None for objects in self.objects.values())
+
     def places(self, names: list[str]) -> dict[str, Place]:
         return {
             name: Place(endpoint, hash(name), len(objects[name]))

@@ -96,6 +96,29 @@ def test_a_stranger_has_a_second_to_say_who_it_is(monkeypatch):
     assert stranger.taken < len(hello)
 
 
+def test_of_a_burst_of_strangers_no_more_stay_than_may(monkeypatch):
+    """Each arrival shuts another, though none of their threads has run yet."""
+    served = Answers(types.SimpleNamespace(), "pool", "d", {"s": bytes(32)}, {"s": (0, 0)}, 0)
+    shut, came, burst = [], [], []
+
+    def admit(stream, *_about):
+        came.append(stream)
+        if len(came) < 3 * answers.MOST_STRANGERS:
+            served._admit(stranger(len(came)), len(came))
+        else:
+            burst.extend(served._strangers)
+        return "s"
+
+    def stranger(number):
+        return types.SimpleNamespace(shutdown=lambda _how: shut.append(number))
+
+    monkeypatch.setattr(frames, "admit", admit)
+    served._admit(stranger(0), 0)
+    assert shut == list(range(2 * answers.MOST_STRANGERS)) and len(burst) == answers.MOST_STRANGERS
+    assert served._strangers == []
+    served._listener.close()
+
+
 def test_strangers_of_any_number_keep_the_daemon_out_for_no_moment(monkeypatch):
     """The oldest makes room, also where none is dropped for its silence."""
     monkeypatch.setattr(frames, "STEP_S", WAIT_S)

@@ -11,8 +11,8 @@ import pytest
 
 from kvstored.cluster import frames, putting
 from kvstored.cluster.fabric import Fabric
-from kvstored.cluster.frames import Frame
-from kvstored.cluster.pool import Pool
+from kvstored.cluster.frames import Broken, Frame
+from kvstored.cluster.pool import FULL_S, Pool
 from tests.hosts.cluster.machines import Machines, block
 
 
@@ -21,6 +21,8 @@ class Daemon:
 
     def __init__(self, listed: list[bytes]) -> None:
         self.listed, self.blocks = listed, set(listed)
+        self.breaks: set[bytes] = set()  # end the stream
+        self.fetched = 0
 
     def List(self, _asked, timeout):
         return types.SimpleNamespace(
@@ -28,6 +30,9 @@ class Daemon:
         )
 
     def fetch(self, _stream, keys, _request):
+        self.fetched += len(keys)
+        if self.breaks & set(keys):
+            raise Broken("a checksum")
         layout, head, *rest = block()
         digest = hashlib.sha256(layout.payload).digest()
         return {
@@ -156,6 +161,51 @@ def test_two_replicas_on_one_host_are_one(two):
     putter.round()
     assert hosts.replicas(daemon.listed[0]) == 1 and putter.short == 1
     assert set(passed) == {"s0", "s1", "s2"}, "and the next host was asked"
+
+
+def test_hosts_that_are_full_get_no_copies_and_cost_no_fetches(two):
+    daemon, hosts, putter = two
+    daemon.listed = daemon.listed[:20]
+    straight = hosts.put
+    hosts.put = lambda name, data, segment: straight(name, data, "s0")
+    put = []
+    for _ in range(10):
+        hosts.now += 1
+        put.append(putter.round())
+        assert len(hosts.objects["e0"]) <= len(hosts.has()), "one of each, never a second beside it"
+    assert put == [20, *[0] * 9], "and what was not mended is not counted"
+    assert putter.short == 20 and daemon.fetched == 20 and putter._pool.counts["mended"] == 0
+    hosts.put, hosts.now = straight, hosts.now + FULL_S
+    assert all_put(putter, hosts, daemon.listed) and putter.short == 0, "they have room again"
+
+
+def test_what_has_no_name_left_is_not_fetched(two):
+    """They lie on hosts that are none of ours any more, and cannot be reached."""
+    daemon, hosts, putter = two
+    daemon.listed = daemon.listed[:1]
+    hosts.objects["e3"] = dict.fromkeys(putter._pool._names("s", daemon.listed[0]), b"")
+    for _ in range(10):
+        assert putter.round() == 0
+    assert daemon.fetched == 0
+
+
+def test_what_breaks_the_stream_holds_up_nothing_else(two):
+    daemon, hosts, putter = two
+    fresh = daemon.listed[10:20]
+    daemon.listed = daemon.listed[:10]
+    assert all_put(putter, hosts, daemon.listed)
+    daemon.listed = daemon.listed + fresh
+    old, new = daemon.listed[0], fresh[0]
+    daemon.breaks = {old, new}
+    hosts.leaves("s0")
+    for _ in range(4):
+        putter.round()
+    assert {key: hosts.replicas(key) for key in fresh} == {key: 2 * (key != new) for key in fresh}
+    fetched, putter._later = daemon.fetched, set()
+    putter.round()
+    assert daemon.fetched == fetched, "they are postponed"
+    daemon.breaks, hosts.now = set(), hosts.now + putting.POSTPONED_S
+    assert all_put(putter, hosts, daemon.listed) and putter.short == 0
 
 
 def test_a_round_ends_though_hosts_are_slow(two):
