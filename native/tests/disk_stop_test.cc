@@ -80,6 +80,7 @@ TEST(what_was_deleted_stays_so_without_the_memory) {
   leave_deleted(rig, kCount);
   rig.restart(false);  // this one could not remove them either
   for (uint64_t i = 0; i < kCount; ++i) CHECK_EQ(rig.tier->promote(test::key(i), 35), Presence::Missing);
+  rig.tier->stop();  // its thread reads what is changed here
   rig.hooks.remove = nullptr;
   rig.restart(false);
   for (uint64_t i = 0; i < kCount; ++i) CHECK_EQ(rig.tier->promote(test::key(i), 35), Presence::Missing);
