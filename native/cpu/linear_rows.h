@@ -190,13 +190,14 @@ inline void multiply_block(const kvk_linear& a, const void* weights, const float
   }
 }
 
-// gate = silu(gate) * up, in place; each of them, silu and the product rounded to elements.
+// gate = silu(gate) * up, in place; each of them, silu and the product rounded to elements. 2^128 is infinity, and so what is far
+// below zero has 0 for its sigmoid, and -infinity has no silu, as torch has it.
 template <class E>
 inline void gate_rows(float* gate, const float* up, uint32_t count) {
   using V = Vector;
   for (uint32_t i = 0; i < count; i += V::kLanes) {
     const typename V::T g = E::rounded(V::load(gate + i));
-    const typename V::T power = V::max(V::all(-126.0f), V::mul(g, V::all(1.44269504f)));  // a NaN stays one
+    const typename V::T power = V::max(V::all(-128.0f), V::mul(g, V::all(1.44269504f)));  // a NaN stays one
     const typename V::T sigmoid = V::div(V::all(1.0f), V::add(V::all(1.0f), exp2(V::sub(V::zero(), power))));
     V::store(gate + i, V::mul(E::rounded(V::mul(g, sigmoid)), E::rounded(V::load(up + i))));
   }

@@ -25,7 +25,7 @@ struct Floats8 {
   static T fma(T a, T b, T c) { return _mm256_fmadd_ps(a, b, c); }
   static T max(T a, T b) { return _mm256_max_ps(a, b); }
   static T round(T a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  static T scale_by_power(T a, T whole) {  // -126 <= whole <= 127
+  static T scale_by_power(T a, T whole) {  // -126 <= whole <= 128
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
     return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
   }
@@ -78,7 +78,7 @@ using Vector = Floats16;
 using Vector = Floats8;
 #endif
 
-// 2^x to a unit in the last place or two, for x <= 127; what is below -126 counts as -126. A NaN stays one.
+// 2^x to a unit in the last place or two, for x <= 128, which is infinity; what is below -126 counts as -126. A NaN stays one.
 template <class V = Vector>
 inline typename V::T exp2(typename V::T x) {
   using T = typename V::T;

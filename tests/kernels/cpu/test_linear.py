@@ -88,13 +88,30 @@ def test_the_gated_half_of_an_mlp(path, inputs, outputs):
 @pytest.mark.parametrize("path", HERE)
 def test_gates_far_from_zero(path):
     """silu of what no power of two can hold is 0, or the number itself; what is no number stays none."""
-    x = np.zeros((5, 16), np.float32)
-    x[:, 0] = [-1e4, -100, 100, 1e4, np.nan]
+    x = np.zeros((6, 16), np.float32)
+    x[:, 0] = [-1e4, -100, 100, 1e4, np.nan, -3e38]
     w = np.zeros((1, 16), np.float32)
     w[0, 0] = 1
     up = np.zeros((1, 16), np.float32)
     found = linear.multiply(x, w, None, up, np.ones(1, np.float32), path=path)[:, 0]
     assert np.allclose(found[:4], [0, 0, 100, 1e4]) and np.isnan(found[4])
+    assert found[5] == 0
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_of_minus_infinity_is_no_number_as_torchs(path, dtype):
+    """By a bias, so that no product is what loses it; in the lanes of a vector and behind them."""
+    x, w, up = (torch.zeros(rows, 16, dtype=dtype) for rows in (3, 37, 37))
+    bias, ones = torch.linspace(-30, 30, 37).to(dtype), torch.ones(37, dtype=dtype)
+    bias[[0, 17, 36]] = -torch.inf
+    bias[20] = torch.inf
+    held = [each.numpy() if dtype is torch.float32 else bits(each) for each in (x, w, bias, up, ones)]
+    found = linear.multiply(*held, path=path)
+    found = torch.from_numpy(found if dtype is torch.float32 else found.view(np.int16)).view(dtype)
+    wanted = torch.nn.functional.silu(bias).expand(3, -1)
+    assert torch.equal(found.isnan(), wanted.isnan()) and wanted.isnan().sum() == 9
+    assert torch.allclose(found.nan_to_num(), wanted.nan_to_num(), rtol=2.0**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", HERE)
