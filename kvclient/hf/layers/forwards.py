@@ -27,14 +27,13 @@ _PRODUCT = functional.linear
 
 def is_watched() -> bool:
     """Whether torch does more with a call than compute it: a mode or a transform that sees operators, a
-    derivative that runs forwards, a trace, a compiler, other types, another product in F.linear's place.
+    derivative that runs forwards, a trace, other types, another product in F.linear's place.
     """
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or torch.compiler.is_compiling()
         or torch._C._is_tracing()
         or torch.is_autocast_enabled("cpu")
         or functional.linear is not _PRODUCT
@@ -91,7 +90,8 @@ def _is_number_a_row(bias: torch.Tensor, rows: int, dtype: torch.dtype) -> bool:
 
 class Installed:
     """What stands in a module's __dict__ as its forward. A copy of the module has its class's forward again,
-    as what stands here reads the weights of the module that it was made for; so has one from a file.
+    as what stands here reads the weights of the module that it was made for; so has one from a file. Under a
+    compiler it is its class's too: that reads no tensor's numbers, and none of what is asked of torch here.
     """
 
     def __init__(self, module: torch.nn.Module, made: Callable[..., Any]) -> None:
@@ -99,13 +99,39 @@ class Installed:
         self.__func__ = made  # as a bound method names what it calls (kvclient.hf.model.watch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return type(self.module).forward(self.module, *args, **kwargs)
         return self.__func__(*args, **kwargs)
+
+    @property
+    def __code__(self) -> Any:
+        """Of what it stands for; torch.export takes the names of arguments from there."""
+        return self.usual.__code__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return MethodType(type(self.module).forward, memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, "forward")  # of one that has nothing in its __dict__ yet
+
+
+def put(module: torch.nn.Module, made: Callable[..., Any]) -> None:
+    """In the place of a module's forward. Who copies the module or writes it asks for its state, and is told
+    of one without what was put there. (A copy of its __dict__ by other means computes with this module.)
+    """
+    module.__dict__["forward"] = Installed(module, made)
+    module.__dict__["__getstate__"] = MethodType(_state, module)
+
+
+def _state(module: Any) -> Any:
+    usual = type(module).__getstate__(module)
+    if not isinstance(usual, dict):
+        return usual
+    state = dict(usual)
+    if type(state.get("forward")) is Installed:
+        del state["forward"]
+    state.pop("__getstate__", None)
+    return state
 
 
 def stands(module: torch.nn.Module) -> bool:

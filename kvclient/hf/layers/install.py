@@ -49,7 +49,7 @@ def install(model: torch.nn.Module) -> int:
                 known[kind] = same()
             if not known.get(kind, True):
                 continue
-            module.__dict__["forward"] = forwards.Installed(module, made)
+            forwards.put(module, made)
             found += 1
     return found
 
@@ -83,15 +83,14 @@ def _layers(model: torch.nn.Module) -> Iterator[Candidate]:
     """Of decoder layers, whose blocks have been exchanged."""
     for module in model.modules():
         if kinds.layer(module) and _is_decoder(module):
-            parts = [module, *map(module.get_submodule, kinds.LAYER)]
             it = module, decoder.of_layer(module), module.self_attn, module.self_attn.q_proj.in_features
-            yield module, it[1], tuple(map(_kind, parts)), lambda it=it: trial.same_attention(*it)
+            yield module, it[1], tuple(map(_kind, module.modules())), lambda it=it: trial.same_attention(*it)
 
 
 def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
     """What modules that compute the same have in common: their class, and what it was told of how to."""
     told = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    for name in (*EPSILONS, *OF_EACH):
+    for name in (*EPSILONS, *OF_EACH, "forward"):  # which is put there, of each its own
         told.pop(name, None)
     plain = (bool, int, float, str, type(None))
     return type(module), *((name, value if isinstance(value, plain) else id(value))

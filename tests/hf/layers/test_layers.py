@@ -14,6 +14,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf import layers
+from kvclient.hf.layers import calls
 from kvclient.hf.layers.trial import same_norm
 from kvclient.kernels import contract
 from tests.hf.layers.test_decoder import EARLY
@@ -184,6 +185,30 @@ def test_calls_that_the_kernels_do_not_take_are_torchs():
         moved = holder.to(torch.float16)
         half = torch.randn((4, 32), dtype=torch.float16)
         assert torch.equal(moved(half), plain.to(torch.float16)(half))
+
+
+class Spelled(torch.nn.Module):
+    """A norm in words that are nobody else's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.rand(64)), 1e-6
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps))
+
+
+@pytest.mark.parametrize("norm", [lambda: torch.nn.RMSNorm(64, eps=1e-6), type("MyRMSNorm", (Spelled,), {})])
+@torch.no_grad()
+def test_a_norm_in_other_words_is_computed_here(norm, monkeypatch):
+    module, seen = norm(), []
+    assert layers.install(torch.nn.Sequential(module)) == 1
+    usual = calls.normalise
+    monkeypatch.setattr(calls, "normalise", lambda *told: seen.append(1) or usual(*told))
+    x = torch.randn(3, 64)
+    found = [module(x) for _ in range(2)]
+    assert seen == [1, 1]
+    assert all(torch.allclose(each, type(module).forward(module, x), atol=1e-5) for each in found)
 
 
 def test_a_class_that_computes_otherwise_is_found_out():

@@ -109,6 +109,50 @@ def test_a_copy_and_one_from_a_file_have_their_weights():
         assert off(logits(model, ids).logits, wanted) < 1e-6
 
 
+SHALLOW = {
+    "norm": lambda copied: setattr(copied, "variance_epsilon", 0.5),
+    "post_attention_layernorm": lambda copied: setattr(copied, "weight", torch.nn.Parameter(torch.zeros(64))),
+    "self_attn": lambda copied: setattr(copied, "scaling", 3.0),
+    "self_attn.q_proj": lambda copied: setattr(copied, "weight", torch.nn.Parameter(torch.ones(64, 64))),
+    "mlp": lambda copied: setattr(copied, "down_proj", torch.nn.Linear(64, 64)),
+    "": lambda copied: setattr(copied, "mlp", torch.nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("name", SHALLOW)
+@torch.no_grad()
+def test_a_shallow_copy_computes_with_what_it_holds(name):
+    """copy.copy() takes a module's __dict__ along; what is set in the copy is nobody else's."""
+    model = build("llama", layers=2, hidden_size=64, num_attention_heads=2, head_dim=32)
+    layers.install(model)
+    module = model.model.norm if name == "norm" else model.model.layers[0].get_submodule(name)
+    assert "forward" in module.__dict__ or name == ""  # which early transformers' layers have not
+    x = torch.randn(1, 5, module.in_features if name.endswith("proj") else 64)
+    angles = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
+    told = {"position_embeddings": angles, "attention_mask": None} if name in ("", "self_attn") else {}
+    before = first(module(x, **told))
+    copied = copy.copy(module)
+    for held in ("_modules", "_parameters"):
+        copied.__dict__[held] = dict(copied.__dict__[held])
+    SHALLOW[name](copied)
+    wanted = first(type(module).forward(copied, x, **told))
+    assert off(wanted, before) > 1e-3
+    assert torch.equal(first(copied(x, **told)), wanted)
+    assert torch.equal(first(module(x, **told)), before)
+
+
+def first(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+def test_a_forward_that_is_set_afterwards_goes_along_with_a_copy():
+    module = torch.nn.Linear(64, 64)
+    layers.install(torch.nn.Sequential(module))
+    module.forward = torch.zeros_like
+    x = torch.randn(2, 64)
+    assert not copy.copy(module)(x).any() and not copy.deepcopy(module)(x).any()
+
+
 def test_what_somebody_keeps_of_the_queries_is_not_turned():
     model, ids = build("llama", layers=2, hidden_size=64, num_attention_heads=2, head_dim=32), prompt(30)
     kept = []

@@ -245,5 +245,27 @@ def test_a_default_device_or_type_changes_nothing():
         assert layers.install(copy.deepcopy(model)) == count == layers.install(model)
 
 
+class Plain(torch.nn.Module):
+    """A model's answer, without what a compiler needs no graph for."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def test_an_installed_model_compiles_in_one_graph_and_is_exported():
+    model, plain = llama(layers=1)
+    ids = prompt(12)
+    compiled = torch.compile(Plain(model), fullgraph=True, backend="eager")
+    assert off(compiled(ids), logits(plain, ids)) < 1e-4
+    module, simple = linear()
+    x = torch.randn(2, 64)
+    assert off(torch.export.export(module, (x,)).module()(x), simple(x)) < 1e-5
+
+
 def test_is_watched_says_no_by_itself():
     assert not forwards.is_watched()
