@@ -62,6 +62,7 @@ class Layer:
         out, _ = self.attends.attend(query, key, value, mask, cache, told)
         factor = float(module.residual_multiplier) if self.scaled else 1.0
         wide = shape == out.shape[:2] and out.shape[-1] == structs[1].out.inputs
+        wide = wide and not (torch.is_grad_enabled() and out.requires_grad)
         if not (wide and out.dtype is hidden.dtype and type(out) is torch.Tensor):
             return self._apart(hidden, module.self_attn.o_proj(out))
         result = fused.rest(structs[1], hidden, out, factor, rows)

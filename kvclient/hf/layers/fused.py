@@ -7,6 +7,7 @@ bit; a struct serves one call at a time.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from ctypes import byref, sizeof
 from typing import Any
@@ -122,7 +123,7 @@ class Fused:
 
     def take(self) -> tuple[Any, Any, Sealed | None]:
         """Structs that no other call has until give()."""
-        if self._free:
+        with contextlib.suppress(IndexError):  # another thread may take the last
             return self._free.pop()
         assert self._made_for is not None
         made, sealed, (dtype, heads) = self._made, self._sealed, self._made_for

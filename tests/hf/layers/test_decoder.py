@@ -15,7 +15,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from kvclient.hf import layers
-from kvclient.hf.layers import decoder
+from kvclient.hf.layers import decoder, trial
 from tests.hf.zoo import known, near, prompt
 
 SIZES = {"layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -240,6 +240,37 @@ def test_gradients_and_training_are_torchs():
     model(input_ids=prompt(12), labels=prompt(12)).loss.backward()
 
 
+@pytest.mark.parametrize("tokens", [5, 60])
+@pytest.mark.parametrize("what", ["cache", "mask"])
+def test_gradients_of_what_a_model_is_told_are_torchs(what, tokens):
+    """Where no weight wants one: of K and V that it finds, of what is added to its scores."""
+    found = []
+    for each in both():
+        each.eval().requires_grad_(False)
+        numbers = torch.Generator().manual_seed(1)
+        if what == "mask":
+            wanted = [torch.zeros(1, 1, tokens, tokens).requires_grad_()]
+            told = {"attention_mask": wanted[0], "use_cache": False}
+        else:
+            told = {"past_key_values": transformers.DynamicCache()}
+            wanted = [torch.randn(1, 1, 3, 32, generator=numbers).requires_grad_() for _ in range(4)]
+            for layer in range(2):
+                told["past_key_values"].update(*wanted[2 * layer : 2 * layer + 2], layer)
+        each(prompt(tokens), **told).logits.square().sum().backward()
+        found.append([held.grad for held in wanted])
+    for ours, usual in zip(*found, strict=True):
+        assert usual.any() and near(ours, usual, 1e-3)
+
+
+@pytest.mark.skipif(EARLY, reason="its layers are left to torch")
+def test_layers_of_a_kind_are_tried_once(monkeypatch):
+    tried, model = [], made()
+    monkeypatch.setattr(trial, "same_attention", lambda module, *_: tried.append(type(module)) or True)
+    layers.install(model)
+    assert as_one(model) == 2
+    assert tried == [modeling_llama.LlamaAttention, modeling_llama.LlamaDecoderLayer]
+
+
 def test_copies_and_files_compute_with_their_weights():
     model, _ = both()
     ids = prompt(20)
@@ -355,3 +386,11 @@ def test_queries_are_never_turned_in_memory_that_somebody_holds():
         for ids in (prompt(1), prompt(12)):
             assert near(logits(model, ids), logits(plain, ids), 3e-5)
         assert torch.equal(held, kept)
+
+
+@torch.no_grad()
+def test_the_last_structs_of_a_layer_may_be_taken_by_another_thread_meanwhile():
+    fused = decoder.Layer(both()[0].model.layers[0]).fused
+    assert fused.stands(torch.float32)
+    fused._free = type("Emptied", (list,), {"__bool__": lambda _: True})()  # as it was when it was asked
+    assert fused.take()[2] is fused._sealed
