@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvclient.errors import InvalidArgument
-from kvclient.integrations.checkpoint import WEIGHTS, content_digest
+from kvclient.integrations.checkpoint import content_digest
 
 # of libraries beneath all engines: how precisely products are computed
 NUMERIC_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
@@ -32,8 +32,9 @@ def counted(arguments: Mapping[str, Any], without: Iterable[str]) -> dict[str, A
 
 
 def plain(name: str, value: Any, depth: int = 0) -> Any:
-    """A value as JSON has it. A text that names a file, or a directory with weights, is its content: the same
-    file lies elsewhere on another host, and tomorrow another may lie there. Raises InvalidArgument.
+    """A value as JSON has it. A text that names a file or a directory is its content: the same file lies
+    elsewhere on another host, and tomorrow another may lie there. Raises InvalidArgument, also for a directory
+    of too many files, and for a value whose text leaves something out.
     """
     if depth > MAX_DEPTH:
         raise InvalidArgument(f"{name} is nested more than {MAX_DEPTH} deep")
@@ -43,7 +44,7 @@ def plain(name: str, value: Any, depth: int = 0) -> Any:
         return [type(value).__name__, value.name]
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
-        return {"content": content_digest(text).hex()} if _is_place(name, text) else text
+        return {"content": _content(name, text)} if os.path.isfile(text) or os.path.isdir(text) else text
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else repr(key): plain(name, part, depth + 1)
                 for key, part in value.items()}  # fmt: skip
@@ -52,14 +53,11 @@ def plain(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((plain(name, part, depth + 1) for part in value), key=repr)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        return f"{value.__module__}.{value.__qualname__}"
+        return _whole(name, value, f"{value.__module__}.{value.__qualname__}")
     if (fields := fields_of(value)) is not None:
         parts = {field: plain(f"{name}.{field}", part, depth + 1) for field, part in fields.items()}
         return [type(value).__name__, parts]
-    text = repr(value)
-    if re.search(r" at 0x[0-9a-f]+", text):
-        raise InvalidArgument(f"{name} is a {type(value).__name__}, which has no text that tells it apart")
-    return [type(value).__name__, text]
+    return [type(value).__name__, _whole(name, value, repr(value))]
 
 
 def environment(prefixes: tuple[str, ...], without: re.Pattern[str]) -> dict[str, str]:
@@ -71,13 +69,19 @@ def environment(prefixes: tuple[str, ...], without: re.Pattern[str]) -> dict[str
     }
 
 
-def _is_place(name: str, text: str) -> bool:
-    wanted = os.sep in text or re.search(r"(path|paths|file|dir|directory|map|config)$", name)
-    if not wanted or not os.path.exists(text):
-        return False
-    if os.path.isfile(text):
-        return True
-    return os.path.isdir(text) and any(name.endswith(WEIGHTS) for name in os.listdir(text))
+def _content(name: str, place: str) -> str:
+    try:
+        return content_digest(place).hex()
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error}") from error
+
+
+def _whole(name: str, value: Any, text: str) -> str:
+    """The text, where another value would have another: not of an array, which is rounded and cut short."""
+    is_array = hasattr(type(value), "__array__") and hasattr(type(value), "__len__")
+    if is_array or re.search(r" at 0x[0-9a-f]+|\.\.\.|<lambda>|<locals>", text):
+        raise InvalidArgument(f"{name} is a {type(value).__name__}, which has no text that tells it apart")
+    return text
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:

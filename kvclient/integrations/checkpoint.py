@@ -67,7 +67,11 @@ def _files(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
     found = []
-    for place, directories, names in os.walk(root, followlinks=True):
+
+    def unreadable(error: OSError) -> None:
+        raise InvalidArgument(f"{root} cannot be read: {error}") from error
+
+    for place, directories, names in os.walk(root, onerror=unreadable, followlinks=True):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         counted = (n for n in names if not n.startswith(".") and not n.lower().endswith(UNCOUNTED))
         found += [path for name in counted if (path := Path(place, name)).is_file()]

@@ -5,15 +5,19 @@ Method: its arguments as a record, which is all that identity.py asks for; one t
 TensorRT-LLM itself was never run.
 """
 
+import functools
 import importlib
 import json
 import os
 import sys
 import types
 
+import numpy as np
 import pytest
+import torch
 
 from kvclient.errors import InvalidArgument
+from kvclient.integrations import checkpoint
 from tests.conftest import ROOT
 
 Record = types.SimpleNamespace
@@ -102,6 +106,34 @@ def test_files_that_changed_under_the_same_path_miss(identity, tmp_path, place):
     assert len(seen) == 3
 
 
-def test_what_has_no_text_of_its_own_is_refused_by_name(identity):
-    with pytest.raises(InvalidArgument, match="custom_thing is a object"):
-        identity(custom_thing=object())
+def test_a_table_counts_by_its_content_whatever_its_argument_is_called(identity, tmp_path, monkeypatch):
+    """A directory without weights, and a file named from where the engine runs."""
+    monkeypatch.chdir(tmp_path)
+    table = tmp_path / "tables" / "scales.json"
+    table.parent.mkdir()
+    for change in ({"tables": str(table.parent)}, {"kv_scales": "tables/scales.json"}, {"scales": "scales.json"}):
+        seen = set()
+        for content in ("1", "2"):
+            for place in (table, tmp_path / "scales.json"):
+                place.write_text(content)
+            seen |= {identity(**change), identity(**change)}
+        assert len(seen) == 2, change
+
+
+def test_a_directory_of_too_many_files_is_refused_by_name(identity, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MAX_FILES", 1)
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(InvalidArgument, match="tables: .* has over 1 files"):
+        identity(tables=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [object(), lambda: 1, np.arange(5000), np.array([1.0]), torch.tensor(1.0), [Record, lambda: 2],
+     functools.partial(int, base=np.arange(5000))],
+    ids=lambda thing: type(thing).__name__,
+)  # fmt: skip
+def test_what_has_no_text_of_its_own_is_refused_by_name(identity, thing):
+    with pytest.raises(InvalidArgument, match="custom_thing is a "):
+        identity(custom_thing=thing)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,7 +47,9 @@ def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -
     """The routes over what answers them. origins: of pages elsewhere whose scripts may ask, as
     https://chat.example; none: only the page here.
     """
-    app = FastAPI(title="kvclient-serve", version=version, docs_url=None, redoc_url=None)
+    reading = Reading(asking)
+    app = FastAPI(title="kvclient-serve", version=version, docs_url=None, redoc_url=None,
+                  lifespan=reading.lifespan)  # fmt: skip
     _errors(app)
     app.add_middleware(Bounded)
     if origins:
@@ -59,7 +62,6 @@ def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -
         return asking.salt_of(*(text and text.encode("latin-1") for text in shown))  # bytes, as they came
 
     Salt = Annotated[bytes, Depends(salt)]
-    reading = Reading(asking)
     _figures(app, asking, Salt, version)
     _answers(app, asking, Salt, reading)
     _tokens(app, asking, Salt, reading)
@@ -69,12 +71,21 @@ def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -
 
 class Reading:
     """What is asked as tokens: a long text on a thread of its own, one after the other, so that others are
-    answered meanwhile. Raises what Asking does, and ApiError (429) where too many wait."""
+    answered meanwhile; at the app's end, and where its client has hung up, none that waits is read. Raises
+    what Asking does, and ApiError: 429 where too many wait, 499 where nobody does."""
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
         self._apart: Asking | None = None  # made for the first long text: its tokenizer takes memory
         self._thread, self._waiting = ThreadPoolExecutor(1, "kvclient-serve-read"), 0
+        self._turn = asyncio.Lock()  # so that what waits can be left out: what the thread has it reads
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def __call__(self, request: Request, read: Callable[[Asking], Any]) -> Any:
         if int(request.headers["content-length"]) <= SHORT_BODY_BYTES:
@@ -86,7 +97,10 @@ class Reading:
             self._apart = self._asking.apart()
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, read, self._apart)
+            async with self._turn:
+                if await request.is_disconnected():
+                    raise ApiError(499, "the client is gone")
+                return await asyncio.get_running_loop().run_in_executor(self._thread, read, self._apart)
         finally:
             self._waiting -= 1
 
@@ -172,9 +186,7 @@ def _tokens(app: FastAPI, asking: Asking, Salt: Any, reading: Reading) -> None:
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest, request: Request, _: Salt) -> dict[str, Any]:
-        return {
-            "prompt": await reading(request, lambda by: by.tokenizer.decode(by.tokens(asked.tokens)))
-        }
+        return {"prompt": await reading(request, lambda by: by.tokenizer.decode(by.tokens(asked.tokens)))}
 
     @app.post("/v1/warm")
     async def warm(asked: WarmRequest, request: Request, salt: Salt) -> Response:

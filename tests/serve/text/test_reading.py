@@ -6,6 +6,7 @@ answered; each copy of it notes who uses it.
 """
 
 import asyncio
+import json
 import threading
 from types import SimpleNamespace
 
@@ -27,7 +28,9 @@ class Slow:
     eos_token_id = None
 
     def __init__(self, shared=None):
-        self.shared = shared or SimpleNamespace(begun=threading.Event(), go_on=threading.Event(), users=set())
+        self.shared = shared or SimpleNamespace(
+            begun=threading.Event(), go_on=threading.Event(), users=set(), long_texts=0
+        )
 
     def __deepcopy__(self, memo):
         return Slow(self.shared)
@@ -35,6 +38,7 @@ class Slow:
     def __call__(self, text, add_special_tokens=True):
         self.shared.users.add((id(self), threading.get_ident()))
         if len(text) > SHORT_BODY_BYTES:
+            self.shared.long_texts += 1
             self.shared.begun.set()
             assert self.shared.go_on.wait(WAIT_S), "nobody else was answered meanwhile"
         return {"input_ids": [1] * len(text)}
@@ -88,6 +92,58 @@ def test_no_more_than_a_bound_wait_to_be_read():
 
     told = asyncio.run(scenario())
     assert told.count(200) == MOST_LONG and told.count(429) == 3
+
+
+def asks(client_is_gone):
+    """A request for a long text, as a server makes it; its client may have hung up since."""
+    body = json.dumps({"prompt": LONG}).encode()
+    messages = [{"type": "http.request", "body": body}]
+    never = asyncio.Event()
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        if not client_is_gone.is_set():
+            await never.wait()
+        return {"type": "http.disconnect"}
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = {
+        "type": "http", "method": "POST", "path": "/tokenize", "raw_path": b"/tokenize", "query_string": b"",
+        "headers": headers, "http_version": "1.1", "scheme": "http", "server": ("slow", 80),
+        "client": ("here", 1),
+    }  # fmt: skip
+    return scope, receive
+
+
+def test_what_waits_is_not_read_for_a_client_that_is_gone_nor_behind_the_end():
+    tokenizer, loop = Slow(), SimpleNamespace(identity=b"", limits=Limits())
+    shared, read = tokenizer.shared, []
+    app = create_app(Asking(tokenizer, "slow", loop, 1000, 16), "1")
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            read.append(message["status"])
+
+    async def scenario():
+        gone, stays = asyncio.Event(), asyncio.Event()
+        async with app.router.lifespan_context(app):
+            tasks = [asyncio.create_task(app(*asks(stays), send))]
+            assert await asyncio.to_thread(shared.begun.wait, WAIT_S)
+            tasks += [asyncio.create_task(app(*asks(gone), send)) for _ in range(3)]
+            tasks.append(asyncio.create_task(app(*asks(stays), send)))
+            here = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=here, base_url="http://slow") as client:
+                assert (await client.post("/tokenize", json={"prompt": "abc"})).status_code == 200
+            gone.set()
+            shared.go_on.set()
+            await asyncio.gather(*tasks)
+            assert sorted(read) == [200, 200, 499, 499, 499]
+
+    asyncio.run(scenario())
+    assert shared.long_texts == 2
+    with pytest.raises(RuntimeError, match="shutdown"):
+        asyncio.run(app(*asks(asyncio.Event()), send))
 
 
 def test_what_is_no_text_is_refused_by_name():
