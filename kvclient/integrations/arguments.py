@@ -33,8 +33,8 @@ def counted(arguments: Mapping[str, Any], without: Iterable[str]) -> dict[str, A
 
 def plain(name: str, value: Any, depth: int = 0) -> Any:
     """A value as JSON has it. A text that names a file or a directory is its content: the same file lies
-    elsewhere on another host, and tomorrow another may lie there. Raises InvalidArgument, also for a directory
-    of too many files, and for a value whose text leaves something out.
+    elsewhere on another host, and tomorrow another may lie there. Raises InvalidArgument, also for a
+    directory of too many files, and for a value whose text leaves something out.
     """
     if depth > MAX_DEPTH:
         raise InvalidArgument(f"{name} is nested more than {MAX_DEPTH} deep")

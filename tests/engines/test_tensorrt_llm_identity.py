@@ -111,20 +111,21 @@ def test_a_table_counts_by_its_content_whatever_its_argument_is_called(identity,
     monkeypatch.chdir(tmp_path)
     table = tmp_path / "tables" / "scales.json"
     table.parent.mkdir()
-    for change in ({"tables": str(table.parent)}, {"kv_scales": "tables/scales.json"}, {"scales": "scales.json"}):
+    places = {"tables": str(table.parent), "kv_scales": "tables/scales.json", "scales": "scales.json"}
+    for name, named in places.items():
         seen = set()
         for content in ("1", "2"):
             for place in (table, tmp_path / "scales.json"):
                 place.write_text(content)
-            seen |= {identity(**change), identity(**change)}
-        assert len(seen) == 2, change
+            seen |= {identity(**{name: named}), identity(**{name: named})}
+        assert len(seen) == 2, name
 
 
 def test_a_directory_of_too_many_files_is_refused_by_name(identity, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "MAX_FILES", 1)
     for name in ("a", "b"):
         (tmp_path / name).write_text("")
-    with pytest.raises(InvalidArgument, match="tables: .* has over 1 files"):
+    with pytest.raises(InvalidArgument, match=r"tables: .* has over 1 files"):
         identity(tables=str(tmp_path))
 
 
