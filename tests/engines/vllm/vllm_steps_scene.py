@@ -10,6 +10,7 @@ Asserts for itself. A rank "computes" a block by filling it with what that rank'
 import itertools
 import os
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -237,7 +238,10 @@ def what_was_brought_is_not_kept_for_ever():
     half._present = lambda keys: (0, False)  # as long as they lie on another host
     asked = [request(PROMPT[: 2 * TOKENS + 8]) for _ in range(2)]
     pins = client.stats()["pins"]
+    bring, go_on = half._bring, threading.Event()
+    half._bring = lambda names: bring(names) if go_on.wait(60) else None
     assert [half.matched(waiting, 0) for waiting in asked] == [None, None]
+    go_on.set()
     until(lambda: half._brought.count == 4)
     assert client.stats()["pins"] > pins
     until(lambda: client.stats()["pins"] == pins)
