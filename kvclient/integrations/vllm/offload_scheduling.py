@@ -4,7 +4,7 @@ Owns the pins; never touches the engine's tensors. vLLM 0.32 ends the engine whe
 counts as a hit only after another thread has brought it into memory, pinned it and compared its checksums,
 and stays pinned until its load has ended: then it is in memory, whatever becomes of the daemon. Invariants: a
 look-up waits for nobody; no pin outlives its request or `lease_s` without a load; a store that is away is an
-empty one.
+empty one; of a request that has KV of before a reset nothing is stored behind it.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ class KvstoredManager(OffloadingManager):
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._held: dict[OffloadKey, _Held] = {}
+        self._leaving: list[_Held] = []  # being loaded at a reset: vLLM never says when that has ended
+        self._with_kv: set[str] = set()  # requests that have run or loaded
+        self._with_old_kv: set[str] = set()  # of before a reset
         self._wanted: dict[OffloadKey, set[str]] = {}  # of this step, to be verified
         self._verifying: dict[OffloadKey, set[str]] = {}
         self._pool = ThreadPoolExecutor(1, "kvstored-verify")
@@ -115,7 +118,8 @@ class KvstoredManager(OffloadingManager):
             if key in self._verifying:
                 self._verifying[key].add(req_context.req_id)
                 return LookupResult.RETRY
-            full = len(self._held) + len(self._verifying) + len(self._wanted) >= self._max_held
+            held_now = len(self._held) + len(self._leaving)
+            full = held_now + len(self._verifying) + len(self._wanted) >= self._max_held
         state = self._state(key)
         if state == PENDING and self._may_wait(request):
             return LookupResult.HIT_PENDING
@@ -145,6 +149,8 @@ class KvstoredManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._expire()
+        self._with_kv.update(context.new_req_ids)
+        self._with_old_kv.difference_update(context.preempted_req_ids)  # they compute all of it again
         if self._wanted:
             wanted, self._wanted = self._wanted, {}
             with self._lock:
@@ -207,6 +213,9 @@ class KvstoredManager(OffloadingManager):
                     if request in self._requests:
                         self._requests[request].keys.discard(key)
                 self._release(key)
+            for held in [held for held in self._leaving if held.until <= now]:
+                self._leaving.remove(held)
+                held.pins.release_one()
 
     def _release(self, key: OffloadKey) -> None:
         self._held.pop(key).pins.release_one()
@@ -221,6 +230,7 @@ class KvstoredManager(OffloadingManager):
         with self._lock:
             for key in keys:
                 self._held[key].loads += 1  # vLLM loads what it was told is a hit
+        self._with_kv.add(req_context.req_id)
         return StoredBlocks(self._names.whole(keys))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -239,7 +249,8 @@ class KvstoredManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        new = [key for key in keys if self._names.usable(key) and self._state(key) == MISSING]
+        old = req_context.req_id in self._with_old_kv
+        new = [key for key in keys if not old and self._names.usable(key) and self._state(key) == MISSING]
         return PrepareStoreOutput(new, StoredBlocks(self._names.whole(new)), [])
 
     def complete_store(
@@ -290,23 +301,35 @@ class KvstoredManager(OffloadingManager):
                     held.requests.discard(req_context.req_id)
                     if not held.loads and not held.requests:
                         self._release(key)
+        self._with_kv.discard(req_context.req_id)
+        self._with_old_kv.discard(req_context.req_id)
         for wanted in self._wanted.values():
             wanted.discard(req_context.req_id)
 
     def reset_cache(self) -> None:
         """vLLM forgets its KV, as when its weights change: the store is shared and keeps what it has, but
-        this engine finds nothing of it any more, and shares with no other.
+        this engine finds nothing of it any more, and shares with no other. vLLM resets us also where requests
+        go on with the KV that they have, and then offers all of it to be stored once more.
         """
         with self._lock:
             self._names.begin_anew()
-            for key in [key for key, held in self._held.items() if not held.loads]:
-                self._release(key)
+            self._with_old_kv |= self._with_kv
+            until = time.monotonic() + self._lease_s
+            for key in list(self._held):
+                if not self._held[key].loads:
+                    self._release(key)
+                    continue
+                held = self._held.pop(key)
+                held.until = until
+                self._leaving.append(held)
             for request in self._requests.values():
-                request.keys &= self._held.keys()
+                request.keys.clear()
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True)
         with self._lock:
             for key in list(self._held):
                 self._release(key)
+            for held in self._leaving:
+                held.pins.release_one()
         self._client.close()

@@ -97,6 +97,7 @@ class Scheduling:
         self._adapters = Adapters()
         self._events = Events(self._whole, KEY_BYTES, block_tokens) if events else None
         self._running: dict[str, _Running] = {}
+        self._with_old_kv: set[str] = set()  # requests that have KV of before begin_anew
         self._promised: dict[str, tuple[int, int]] = {}  # request -> first block to load, and how many
         self._in_flight, self._steps, self._unsure = in_flight, 0, set[int]()  # steps with loads, not ended
         self._holds_back = False
@@ -188,6 +189,7 @@ class Scheduling:
             resumed, new_ids = req_id in cached.resumed_req_ids, cached.new_block_ids[i]
             if resumed:
                 running.block_ids = []
+                self._with_old_kv.discard(req_id)
             if new_ids is not None:
                 running.block_ids.extend(new_ids[0])
             self._add(step, output, req_id, cached.num_computed_tokens[i], first=resumed)
@@ -219,7 +221,7 @@ class Scheduling:
             step.loads.append(running.transfer(loaded.start, stop))
         if first:
             running.saved = 0
-        if not self._saves or self._holds_back:
+        if not self._saves or self._holds_back or req_id in self._with_old_kv:
             return
         # Not from computed_tokens on: blocks before it may have been held back, or of tokens known only now
         start = min(running.saved, computed_tokens // size)
@@ -239,14 +241,17 @@ class Scheduling:
         if (running := self._running.pop(request.request_id, None)) is not None:
             self._let_go(running)
         self._promised.pop(request.request_id, None)
+        self._with_old_kv.discard(request.request_id)
 
     def begin_anew(self) -> None:
         """Nothing of before is found or saved any more, and nothing is shared with other engines: vLLM
         forgets its KV, as when its weights change under it, and nobody knows which it has from now on.
         """
         self._identity = anew(self._identity)
-        for running in self._running.values():
+        for req_id, running in self._running.items():
             self._let_go(running)
+            if running.block_ids:  # a session that waits for more input keeps them, and is named anew
+                self._with_old_kv.add(req_id)
         self._running.clear()
         self._promised.clear()
 

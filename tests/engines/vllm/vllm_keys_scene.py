@@ -201,6 +201,19 @@ def what_was_forgotten_is_neither_found_nor_saved_for_others():
     step = first.step(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached,
                                       num_scheduled_tokens={running.request_id: len(PROMPT)}))  # fmt: skip
     assert not step.loads and not step.saves
+    # A session that got more input is new to a step, with the KV that it had.
+    session = request(cache_salt="session")
+    save(first, session).seal()
+    first.begin_anew()
+    first.allocated(session, 0)
+    blocks = [list(range(BLOCKS))]
+    new = SimpleNamespace(req_id=session.request_id, block_ids=blocks, num_computed_tokens=TOKENS)
+    nothing = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
+    step = first.step(SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=nothing,
+                                      num_scheduled_tokens={session.request_id: 1}))  # fmt: skip
+    assert not step.saves
+    first.finished(session)
+    save(first, session)  # another of the same name
     save(first, request(cache_salt="reset")).seal()
     assert hits(first, cache_salt="reset") == BLOCKS * TOKENS and hits(second, cache_salt="reset") == 0
     assert hits(other, cache_salt="reset") == BLOCKS * TOKENS, "what was right before is still shared"

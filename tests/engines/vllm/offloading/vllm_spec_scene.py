@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -54,9 +54,13 @@ def names(config=CONFIG, seed=None, whole_rows=False, **options):
     return made
 
 
-def manager(naming, max_held=100):
+def manager(naming, max_held=100, lease_s=30.0):
     client = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
-    return KvstoredManager(client, naming, 0.5, 0.0, 30.0, max_held, events=True)
+    return KvstoredManager(client, naming, 0.5, 0.0, lease_s, max_held, events=True)
+
+
+def step(offloading, new=(), preempted=()):
+    offloading.on_schedule_end(ScheduleEndContext(new_req_ids=list(new), preempted_req_ids=list(preempted)))
 
 
 def answers(offloading, keys, request="r"):
@@ -65,7 +69,7 @@ def answers(offloading, keys, request="r"):
         found = [offloading.lookup(key, ReqContext(req_id=request)) for key in keys]
         if LookupResult.RETRY not in found:
             return [answer is LookupResult.HIT for answer in found]
-        offloading.on_schedule_end(None)
+        step(offloading)
         offloading._pool.submit(int).result()
     raise AssertionError("the look-up does not end")
 
@@ -212,7 +216,49 @@ def what_has_gone_is_told_and_missed():
     offloading.shutdown()
 
 
+def what_was_computed_before_a_reset_is_not_stored_behind_it():
+    offloading = manager(names(model_version="old KV"))
+    running, preempted, waiting = (ReqContext(req_id=name) for name in ("running", "preempted", "waiting"))
+    for request in (running, preempted, waiting):
+        offloading.on_new_request(request)
+    step(offloading, new=["running", "preempted"])
+    offloading.reset_cache()
+    step(offloading, preempted=["preempted"])
+    for request, stored in ((running, []), (preempted, KEYS), (waiting, KEYS)):
+        assert list(offloading.prepare_store(KEYS, request).keys_to_store) == stored, request.req_id
+    offloading.on_request_finished(running)
+    offloading.on_new_request(running)  # another of the same name
+    assert list(offloading.prepare_store(KEYS, running).keys_to_store) == KEYS
+    offloading.shutdown()
+
+
+def what_was_being_loaded_at_a_reset_is_found_and_held_no_more():
+    content[:] += 1
+    naming = names(model_version="loaded")
+    put(naming)
+    offloading = manager(naming, max_held=len(KEYS), lease_s=0.0)
+    loading = ReqContext(req_id="loading")
+    offloading.on_new_request(loading)
+    for key in KEYS:
+        offloading.lookup(key, loading)
+    step(offloading)
+    offloading._pool.submit(int).result()
+    offloading.prepare_load(KEYS, loading)
+    offloading.reset_cache()  # vLLM tells nothing of that load any more
+    assert answers(offloading, KEYS, "another") == [False] * len(KEYS)
+    assert list(offloading.prepare_store(KEYS, loading).keys_to_store) == [], "it has loaded old KV"
+    step(offloading)
+    assert client.stats()["pins"] == 0
+    put(naming)
+    offloading._lease_s = 30.0
+    assert answers(offloading, KEYS, "a third") == [True] * len(KEYS), "they still count as held"
+    offloading.shutdown()
+    assert client.stats()["pins"] == 0
+
+
 what_differs_in_one_thing_misses()
+what_was_computed_before_a_reset_is_not_stored_behind_it()
+what_was_being_loaded_at_a_reset_is_found_and_held_no_more()
 an_engines_weights_are_those_of_its_revision()
 what_has_gone_is_told_and_missed()
 print("PASSED", flush=True)

@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_offload.base import LookupResult, PrepareStoreOutput
+from vllm.v1.kv_offload.base import LookupResult, PrepareStoreOutput, ScheduleEndContext
 
 import tests.v1.kv_connector.unit.offloading_connector.utils as theirs
 import tests.v1.kv_connector.unit.utils as connectors
@@ -80,7 +80,7 @@ class Programmed:
         for _ in range(100):
             if (answer := self.ours.lookup(key, context)) is not LookupResult.RETRY:
                 return answer
-            self.ours.on_schedule_end(None)
+            self.ours.on_schedule_end(ScheduleEndContext([], ()))
             self.ours._pool.submit(int).result()
         raise AssertionError("our look-up does not end")
 
