@@ -82,6 +82,7 @@ class Reading:
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Of the app that reads: behind it nothing is read."""
         try:
             yield
         finally:
