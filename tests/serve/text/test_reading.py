@@ -10,7 +10,7 @@ import json
 import threading
 from types import SimpleNamespace
 
-import httpx
+import httpx2
 import pytest
 
 from kvclient.serve.http.app import MOST_LONG, SHORT_BODY_BYTES, create_app
@@ -63,7 +63,7 @@ def test_a_long_text_is_read_beside_the_others(path, body, status):
     app = create_app(Asking(tokenizer, "slow", loop, 1000, 16), "1")
 
     async def scenario():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://slow") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://slow") as client:
             long = asyncio.create_task(client.post(path, json=body))
             assert await asyncio.to_thread(shared.begun.wait, WAIT_S)
             short = await client.post("/tokenize", json={"prompt": "abc"})
@@ -82,7 +82,7 @@ def test_no_more_than_a_bound_wait_to_be_read():
     app = create_app(Asking(tokenizer, "slow", loop, 1000, 16), "1")
 
     async def scenario():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://slow") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://slow") as client:
             asks = [asyncio.create_task(client.post("/tokenize", json={"prompt": LONG}))
                     for _ in range(MOST_LONG + 3)]  # fmt: skip
             done, _ = await asyncio.wait(asks, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -132,8 +132,8 @@ def test_what_waits_is_not_read_for_a_client_that_is_gone_nor_behind_the_end():
             assert await asyncio.to_thread(shared.begun.wait, WAIT_S)
             tasks += [asyncio.create_task(app(*asks(gone), send)) for _ in range(3)]
             tasks.append(asyncio.create_task(app(*asks(stays), send)))
-            here = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=here, base_url="http://slow") as client:
+            here = httpx2.ASGITransport(app)
+            async with httpx2.AsyncClient(transport=here, base_url="http://slow") as client:
                 assert (await client.post("/tokenize", json={"prompt": "abc"})).status_code == 200
             gone.set()
             shared.go_on.set()
@@ -151,7 +151,7 @@ def test_what_is_no_text_is_refused_by_name():
     app = create_app(Asking(tokenizer, "slow", loop, 1000, 16), "1")
 
     async def scenario():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://slow") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://slow") as client:
             headers = {"content-type": "application/json"}
             bodies = b'{"prompt": "\\ud800"}', b"{}"
             return [await client.post("/tokenize", content=body, headers=headers) for body in bodies]
