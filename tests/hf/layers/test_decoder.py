@@ -389,6 +389,7 @@ def test_queries_are_never_turned_in_memory_that_somebody_holds():
 
 
 @torch.no_grad()
+@pytest.mark.skipif(EARLY, reason="its layers are left to torch")
 def test_the_last_structs_of_a_layer_may_be_taken_by_another_thread_meanwhile():
     fused = decoder.Layer(both()[0].model.layers[0]).fused
     assert fused.stands(torch.float32)
