@@ -56,7 +56,7 @@ std::vector<uint32_t> pin(Rig& rig, Page& page, uint64_t from, uint64_t to, uint
     for (int tries = 0; tries < 2; ++tries) {
       if (page.board->take({&word, 1}, &slot, {&pages, 1}) == 1) {
         fence_full();
-        if (page.board->covers(slot, pages)) slots.push_back(slot);
+        if (page.board->allowance().covers(slot, pages)) slots.push_back(slot);
         break;
       }
       rig.store->allow_pins(page.id, static_cast<uint32_t>(page.board->taken() + 1), pages);
@@ -105,7 +105,7 @@ TEST(what_one_session_does_not_use_another_of_its_user_gets) {
   CHECK_EQ(pin(rig, second, 2000, 2100).size(), 0u);
   first.board->clear(std::span(slots).subspan(500));
   CHECK_EQ(pin(rig, second, 2000, 2100).size(), 100u);
-  CHECK(first.board->covers(slots[499], 2) && !first.board->covers(slots[1000], 2));
+  CHECK(first.board->allowance().covers(slots[499], 2) && !first.board->allowance().covers(slots[1000], 2));
   CHECK_EQ(rig.refused(3000), 0);
   for (uint64_t i = 0; i < 500; ++i) CHECK(rig.resident(i));
   for (uint64_t i = 2000; i < 2100; ++i) CHECK(rig.resident(i));
@@ -135,7 +135,7 @@ TEST(the_next_daemon_honours_what_was_given_and_no_more) {
   CHECK_EQ(rig.refused(3000), 0);
   for (uint64_t i = 0; i < 764; ++i) CHECK(rig.resident(i));
   CHECK(rig.store->stats().pins <= kBlocks / 2);
-  CHECK(honest.board->covers(699, 2));
+  CHECK(honest.board->allowance().covers(699, 2));
   CHECK(rig.store->resume_session(honest.id, honest.token(), 1, kOther));
   CHECK_EQ(pin(rig, honest, 764, 800).size(), 36u);
   rig.store->check_integrity();
@@ -155,7 +155,7 @@ TEST(no_pin_is_believed_in_that_was_taken_back) {
       uint32_t slot;
       if (reader.board->take({&word, 1}, &slot, {&pages, 1}) == 0) continue;
       fence_full();
-      const bool covered = reader.board->covers(slot, pages);
+      const bool covered = reader.board->allowance().covers(slot, pages);
       believed += covered, given_up += !covered;
       if (covered) {
         believes.store(true, std::memory_order_release);

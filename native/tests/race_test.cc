@@ -57,7 +57,7 @@ struct Race {
       return false;
     }
     fence_full();
-    const bool held = index.control(at.record).generation() == at.control.generation() && board.covers(slot, pages);
+    const bool held = index.control(at.record).generation() == at.control.generation() && board.allowance().covers(slot, pages);
     if (held) {
       const uint64_t stamp = mixed(number) + at.control.generation();
       const uint64_t* block = words(at.extent);

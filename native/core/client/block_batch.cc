@@ -20,18 +20,23 @@ const KnownLayout* BlockBatch::keep(Attachment::Known layout) {
   return layouts_.emplace_back(std::move(layout)).get();
 }
 
+// Without an export nobody else lets go of a block, so none is counted down. hold() and close() each say what they do before
+// they look what the other does: one of the two sees the other.
 void BlockBatch::close() {
   if (closed_.exchange(true)) return;
   thread_local std::vector<uint32_t> slots;
   slots.clear();
-  for (Item& item : items_)
-    if (item.state == ItemState::Hit && item.holders.load(std::memory_order_relaxed) &&
-        item.holders.fetch_sub(1, std::memory_order_acq_rel) == 1)
-      slots.push_back(item.slot);
-  if (attachment_->foreign()) return;
-  for (const Item& item : items_)
-    if (item.state == ItemState::Hit && !item.holders.load(std::memory_order_relaxed)) attachment_->tables->used(item.at.extent);
-  if (!slots.empty()) attachment_->board->clear(slots);
+  const bool alone = !exported_.load(), foreign = attachment_->foreign();
+  for (Item& item : items_) {
+    if (item.state != ItemState::Hit || !item.holders.load(std::memory_order_relaxed)) continue;
+    if (alone)
+      item.holders.store(0, std::memory_order_relaxed);
+    else if (item.holders.fetch_sub(1, std::memory_order_acq_rel) != 1)
+      continue;
+    slots.push_back(item.slot);
+    if (!foreign) attachment_->tables->used(item.at.extent);
+  }
+  if (!slots.empty() && !foreign) attachment_->board->clear(slots);
 }
 
 void BlockBatch::check_held() {
@@ -46,9 +51,10 @@ void BlockBatch::check_held() {
 
 void BlockBatch::hold(size_t i) {
   check_held();
+  if (!exported_.load()) exported_.store(true);
   uint32_t holders = items_[i].holders.load(std::memory_order_relaxed);
   do
-    if (holders == 0 || closed()) throw Error(Code::Closed, "the blocks this view belongs to were released");
+    if (holders == 0 || closed_.load()) throw Error(Code::Closed, "the blocks this view belongs to were released");
   while (!items_[i].holders.compare_exchange_weak(holders, holders + 1, std::memory_order_acq_rel));
 }
 

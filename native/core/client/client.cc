@@ -32,6 +32,12 @@ Presence presence(Find found, const Snapshot& s) {
   return readable(s, false) ? Presence::Resident : Presence::Missing;
 }
 
+struct Pinning {  // of one call; its thread keeps the memory
+  std::vector<uint64_t> pins;
+  std::vector<uint32_t> wanted, pages, slots, lost;  // pages of each pin's block; of `wanted`, which keys
+  std::vector<Extent> extents;
+};
+
 }  // namespace
 
 timespec deadline_in(double seconds) {
@@ -150,9 +156,9 @@ std::vector<uint8_t> Client::lookup(std::span<const Key> keys) {
 // Writes the pins, one fence for all, then looks whether any block changed before its pin could be seen.
 void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found,
                      std::vector<Snapshot>& where) {
-  thread_local std::vector<uint64_t> pins;
-  thread_local std::vector<uint32_t> wanted, pages, slots, lost;
-  pins.clear(), wanted.clear(), pages.clear(), lost.clear();
+  thread_local Pinning kept;
+  auto& [pins, wanted, pages, slots, lost, extents] = kept;
+  pins.clear(), wanted.clear(), pages.clear(), lost.clear(), extents.clear();
   for (size_t i = 0; i < keys.size(); ++i) {
     if (found[i] != Find::Hit || !readable(where[i], follow) || where[i].extent.end() > at.pool_bytes()) continue;
     pins.push_back(pin_word(where[i].record, where[i].control.generation()));
@@ -163,15 +169,14 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> key
   const size_t taken = at.take_pins(pins, pages, slots.data());
   fence_full();
   const bool current = at.current();
-  thread_local std::vector<Extent> extents;
-  extents.clear();
+  const PinAllowance allowed = at.board->allowance();  // behind the fence: are pins there still honoured?
   uint64_t bytes = 0;
   const KnownLayout* layout = nullptr;
   uint32_t slot = 0;
   for (size_t k = 0; k < wanted.size(); ++k) {
     const size_t i = wanted[k];
     BlockBatch::Item& item = batch.item(i);
-    if (k >= taken || !at.board->covers(slots[k], pages[k])) {
+    if (k >= taken || !allowed.covers(slots[k], pages[k])) {
       item.state = ItemState::Exhausted;
       if (k < taken) lost.push_back(slots[k]);  // taken back before this pin could be seen
       continue;

@@ -73,6 +73,7 @@ class BlockBatch {
   std::vector<Attachment::Known> layouts_;
   const uint32_t round_;  // before the first pin
   std::atomic<bool> closed_{false};
+  std::atomic<bool> exported_{false};  // from the first hold() on, others may let go of a block as well
 };
 
 class BlockWriter {

@@ -112,7 +112,7 @@ void Region::pin(const std::vector<std::pair<Key, Sealed>>& fresh) {
   for (size_t i = 0; i < fresh.size(); ++i) {
     runs_.emplace(fresh[i].second.offset, fresh[i].second.offset + fresh[i].second.length);
     const Handle block = fresh[i].second.block;
-    const bool held = i < taken && attachment_->board->covers(slots[i], pages[i]) &&
+    const bool held = i < taken && attachment_->board->allowance().covers(slots[i], pages[i]) &&
                       attachment_->index.control(block.record).generation() == block.generation;
     Sealed sealed = fresh[i].second;
     sealed.slot = held ? slots[i] : PinBoard::kNoSlot;

@@ -133,6 +133,7 @@ struct PinAllowance {
   static constexpr uint32_t kAnyPages = ~0u;
   static constexpr PinAllowance unpack(uint64_t word) { return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)}; }
   constexpr uint64_t pack() const { return uint64_t{slots} << 32 | pages; }
+  constexpr bool covers(uint32_t slot, uint32_t block_pages) const { return slot < slots && block_pages <= pages; }
   friend bool operator==(const PinAllowance&, const PinAllowance&) = default;
 };
 

@@ -131,11 +131,6 @@ PinAllowance PinBoard::allowance() const {
   return word ? PinAllowance::unpack(word) : PinAllowance{~0u, PinAllowance::kAnyPages};
 }
 
-bool PinBoard::covers(uint32_t slot, uint32_t pages) const {
-  const PinAllowance now = allowance();
-  return slot < now.slots && pages <= now.pages;
-}
-
 size_t PinBoard::taken() {
   std::lock_guard lock(mutex_);
   return fresh_ - free_.size();
@@ -159,8 +154,8 @@ size_t PinBoard::take(std::span<const uint64_t> wanted, uint32_t* slots, std::sp
     const uint32_t slot = free_slot(allowed.slots);
     if (slot == kNoSlot) return i;
     if (slot >= high.load(std::memory_order_relaxed)) high.store(slot + 1, std::memory_order_release);
-    uint64_t empty = 0;
-    KV_INVARIANT(pins()[slot].compare_exchange_strong(empty, wanted[i], std::memory_order_acq_rel));
+    KV_INVARIANT(pins()[slot].load(std::memory_order_relaxed) == 0);
+    pins()[slot].store(wanted[i], std::memory_order_release);  // of words not taken only this process writes, under the mutex
     slots[i] = slot;
   }
   return wanted.size();

@@ -99,8 +99,7 @@ class PinBoard {
   // Writes pins into free words, as many as there are. Returns how many, their places in `slots`. The caller fences and verifies.
   // `pages`: of each one's block, if they are bounded. Ends at the first that is not allowed.
   size_t take(std::span<const uint64_t> pins, uint32_t* slots, std::span<const uint32_t> pages = {});
-  bool covers(uint32_t slot, uint32_t pages) const;  // asked after the fence: is a pin there still honoured?
-  PinAllowance allowance() const;
+  PinAllowance allowance() const;  // asked behind the fence: which pins are still honoured?
   PinRounds rounds() const { return PinRounds::unpack(page().rounds.load(std::memory_order_relaxed)); }
   // By an allowance that may grow.
   bool bounded() const { return allowance().pages != PinAllowance::kAnyPages || allowance().slots < slots(); }
