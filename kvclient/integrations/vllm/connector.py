@@ -64,6 +64,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = vllm_config.parallel_config.world_size
         self._scheduling: Scheduling | None = None
         self._worker: Worker | None = None
+        self._block_pool: Any = None  # vLLM's
         if role == KVConnectorRole.SCHEDULER:
             identity = model_identity(vllm_config, kv_cache_config, options)
             hash_tokens = kv_cache_config.hash_block_size or block_tokens
@@ -72,7 +73,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling = Scheduling(
                 self._client, identity, block_tokens, hash_tokens, ranks, float(options["wait_pending_s"]),
                 float(options["fetch_wait_s"]), loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
-                events=bool(options["enable_kv_events"]), in_flight=_sends_ahead(vllm_config),
+                events=bool(options["enable_kv_events"]),
             )  # fmt: skip
             logger.info("kvstored: identity %s…, blocks of %d tokens", identity.hex()[:12], block_tokens)
         else:
@@ -111,9 +112,25 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if failed := connector_output.invalid_block_ids:
+            self._evict(self._scheduler.spoilt(failed))
         ended = connector_output.kv_connector_worker_meta
         if isinstance(ended, Ended):
-            self._scheduler.ended(ended.steps)
+            self._scheduler.ended(ended.steps, ended.failed)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._block_pool = gpu_block_pool
+
+    def _evict(self, numbers: set[int]) -> None:
+        """Those that nobody holds any more: vLLM has the requests that run compute theirs again, but one that
+        was aborted or preempted meanwhile leaves its blocks in the prefix cache as if they were right."""
+        pool = self._block_pool
+        if pool is not None:
+            pool.evict_blocks({number for number in numbers if pool.blocks[number].ref_cnt == 0})
+
+    def has_pending_push_work(self) -> bool:
+        """vLLM makes steps until the last request's blocks are sealed."""
+        return self._scheduler.waits
 
     def reset_cache(self) -> bool | None:
         if self._scheduling is None:
@@ -171,12 +188,9 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._scheduling is not None:
             self._scheduling.close()
+        if self._worker is not None:
+            self._worker.close()
         self._client.close()
-
-
-def _sends_ahead(config: Any) -> bool:
-    """Whether a step is made before the one before has ended."""
-    return bool(config.scheduler_config.async_scheduling) or config.parallel_config.pipeline_parallel_size > 1
 
 
 def _only_group(cache: Any) -> Any:

@@ -4,8 +4,9 @@ step.
 Owns the requests that run; never touches KV. Invariant: only blocks all of whose ranks are in the store are
 promised; what a step saves follows from what the request has computed, so that a request that was set back
 by a failed load or a preemption saves again what it computes again. A load that fails on one rank spoils what
-all of them compute, in its step and in those that vLLM has sent off meanwhile: nothing is saved in a step
-while nobody knows whether all loads came, other than by a worker that is the only one and sees for itself.
+all of them compute, in its step and in those that vLLM has sent off meanwhile: what such a step writes is
+sealed by the word of a later one, when all loads have come, other than by a worker that is the only one and
+sees for itself.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvclient.errors import KVClientError
 from kvclient.integrations.leases import Leases
+from kvclient.integrations.unsure import Doubts
 from kvclient.integrations.vllm.adapters import Adapters
 from kvclient.integrations.vllm.events import Events
 from kvclient.integrations.vllm.identity import KEY_BYTES, RequestKeys, anew, of_rank
@@ -30,7 +32,6 @@ log = logging.getLogger("vllm.kvstored")
 THERE = b"\2\3"  # in memory, on disk
 PENDING = 1
 FETCHES = 4  # requests for which other hosts are asked at a time
-MAX_IN_FLIGHT = 64  # steps; vLLM has a few
 LEASE_S = 30.0  # how long what was brought is kept for a request that waits for room
 MAX_BROUGHT = 32_768  # blocks of all requests, of the client's 65,536 pins
 
@@ -49,18 +50,23 @@ class Step(KVConnectorMetadata):
 
     loads: list[Transfer] = field(default_factory=list)
     saves: list[Transfer] = field(default_factory=list)
-    number: int = 0  # to be told of when it has ended; 0: nobody waits for it
+    number: int = 0  # to be told of when its loads have ended, and to be named by; 0: neither
+    unsure: bool = False  # what it writes is sealed when a later step names it as right
+    right: list[int] = field(default_factory=list)  # earlier ones
+    wrong: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Ended(KVConnectorWorkerMetadata):
-    """Steps whose loads have ended, well or not: vLLM hears of it in the same message which blocks failed."""
+    """Steps whose loads have ended, and those of which one failed: vLLM hears of it in the same message, or
+    an earlier one, which blocks failed."""
 
     steps: set[int]
+    failed: set[int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Ended:
         assert isinstance(other, Ended)
-        return Ended(self.steps | other.steps)
+        return Ended(self.steps | other.steps, self.failed | other.failed)
 
 
 @dataclass
@@ -85,9 +91,7 @@ class Scheduling:
     def __init__(
         self, client: Any, identity: bytes, block_tokens: int, hash_tokens: int, ranks: int,
         wait_pending_s: float, fetch_wait_s: float, loads: bool, saves: bool, events: bool = False,
-        in_flight: bool = False,
     ) -> None:  # fmt: skip
-        """in_flight: vLLM sends a step off before it knows how the one before ended."""
         self._client, self._identity, self._ranks = client, identity, ranks
         self._block_tokens, self._hashes_per_block = block_tokens, block_tokens // hash_tokens
         self._wait_pending_s, self._loads, self._saves = wait_pending_s, loads, saves
@@ -99,8 +103,9 @@ class Scheduling:
         self._running: dict[str, _Running] = {}
         self._with_old_kv: set[str] = set()  # requests that have KV of before begin_anew
         self._promised: dict[str, tuple[int, int]] = {}  # request -> first block to load, and how many
-        self._in_flight, self._steps, self._unsure = in_flight, 0, set[int]()  # steps with loads, not ended
-        self._holds_back = False
+        self._steps, self._doubts = 0, Doubts()
+        self._left: list[list[int]] = []  # vLLM's blocks of requests that ended before their loads had
+        self._first_saved: dict[str, int] = {}  # in the step that is made: of each request
 
     def _of(self, request: Any) -> _Running:
         if (known := self._running.get(request.request_id)) is None:
@@ -171,10 +176,11 @@ class Scheduling:
 
     def step(self, output: Any) -> Step:
         """Of vLLM's SchedulerOutput, which is left as it is."""
-        step = Step()
         self._steps += 1
-        self._unsure = {number for number in self._unsure if self._steps - number < MAX_IN_FLIGHT}
-        self._holds_back = bool(self._unsure) or (self._ranks > 1 and bool(self._promised))
+        if untold := self._doubts.untold(self._steps):
+            self.ended(untold, untold)
+        step, self._first_saved = Step(), {}
+        step.right, step.wrong = self._doubts.take()
         for new in output.scheduled_new_reqs:
             running = self._running.get(new.req_id)
             if running is not None:
@@ -194,14 +200,40 @@ class Scheduling:
                 running.block_ids.extend(new_ids[0])
             self._add(step, output, req_id, cached.num_computed_tokens[i], first=resumed)
         self._promised.clear()
-        if step.loads and self._in_flight:
-            step.number = self._steps
-            self._unsure.add(step.number)
+        self._number(step)
         return step
 
-    def ended(self, steps: set[int]) -> None:
-        """vLLM has set back what stood on a load that failed in them."""
-        self._unsure -= steps
+    def _number(self, step: Step) -> None:
+        step.unsure = bool(self._doubts)
+        if step.loads:
+            self._doubts.loads(self._steps)
+            step.unsure = step.unsure or self._ranks > 1
+        if step.loads or (step.saves and step.unsure):
+            step.number = self._steps
+            self._doubts.writes(step.number, self._first_saved)
+
+    def ended(self, steps: set[int], failed: set[int]) -> None:
+        """Their loads have ended, of some not well: vLLM has set back what stood on those, which saves again
+        what it computes again, and so does what was not set back and was saved in vain."""
+        for first in self._doubts.ended(steps, failed):
+            for req_id, block in first.items():
+                if (running := self._running.get(req_id)) is not None:
+                    running.saved = min(running.saved, block)
+        if not self._doubts:
+            self._left.clear()
+
+    def spoilt(self, failed: set[int]) -> set[int]:
+        """vLLM's blocks that stand on those whose load failed, and those."""
+        found, lists = set(failed), [running.block_ids for running in self._running.values()]
+        for numbers in [*lists, *self._left]:
+            first = next((i for i, number in enumerate(numbers) if number in failed), len(numbers))
+            found.update(numbers[first:])
+        return found
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step is to come that says what is to be sealed."""
+        return self._doubts.waits
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What was stored and removed since the last call."""
@@ -221,9 +253,9 @@ class Scheduling:
             step.loads.append(running.transfer(loaded.start, stop))
         if first:
             running.saved = 0
-        if not self._saves or self._holds_back or req_id in self._with_old_kv:
+        if not self._saves or req_id in self._with_old_kv:
             return
-        # Not from computed_tokens on: blocks before it may have been held back, or of tokens known only now
+        # Not from computed_tokens on: blocks before it may be of tokens known only now, or written in vain
         start = min(running.saved, computed_tokens // size)
         stop = (computed_tokens + output.num_scheduled_tokens[req_id]) // size
         for part in ((start, loaded.start), (loaded.stop, stop)) if loaded else ((start, stop),):
@@ -231,7 +263,7 @@ class Scheduling:
                 step.saves.append(save)
         if keys := running.keys.between(start, stop):
             count = len(keys) // KEY_BYTES
-            running.saved = start + count
+            running.saved, self._first_saved[req_id] = start + count, start
             if self._events is not None:
                 parent = running.keys.hashes(start - 1, start)[0] if start else None
                 self._events.saved(keys, running.keys.hashes(start, start + count), parent)
@@ -240,6 +272,8 @@ class Scheduling:
         """The request has ended: what was promised to it is let go."""
         if (running := self._running.pop(request.request_id, None)) is not None:
             self._let_go(running)
+            if self._doubts:
+                self._left.append(running.block_ids)
         self._promised.pop(request.request_id, None)
         self._with_old_kv.discard(request.request_id)
 

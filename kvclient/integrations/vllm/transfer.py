@@ -2,8 +2,8 @@
 
 Owns the pins and grants of the step under way; never decides what is loaded or saved. Invariants: a block
 that was not wholly loaded, or has a layer whose checksum is wrong, is reported by its number and nothing
-computed in that step is saved; between two steps no pin and no grant is held; no failure of the store leaves
-this module as an exception.
+computed in that step is saved; between two steps no pin is held, and no grant but of what waits for the
+scheduler's word, IDLE_S at most; no failure of the store leaves this module as an exception.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import torch
 from kvclient.blocks.layout import Layout
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.health import Health
+from kvclient.integrations.unsure import Unsealed
 from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
 from kvclient.integrations.vllm.scheduling import Ended, Step, Transfer
 
 log = logging.getLogger("vllm.kvstored")
 MISSING = 0
+IDLE_S = 2.0  # an engine that makes no step for so long has no other engine wait for what it did not seal
 
 
 class Worker:
@@ -53,7 +55,9 @@ class Worker:
         self._saved_layers: set[int] = set()
         self.failed_blocks: set[int] = set()
         self._spoilt = False  # a load of this step failed, though vLLM may have heard of it before its end
-        self._number, self._ended = 0, set[int]()
+        self._step = Step()  # under way
+        self._ended, self._ended_badly = set[int](), set[int]()
+        self._unsealed = Unsealed(IDLE_S, lambda error: self._health.failed("a seal", error))
 
     # ---------------------------------------------------------------- the engine's tensors
 
@@ -116,7 +120,8 @@ class Worker:
     def begin(self, step: Step) -> None:
         """Pins what is loaded, claims what is saved."""
         self._end()
-        self._spoilt, self._number = bool(self.failed_blocks), step.number
+        self._unsealed.begin(step.right, step.wrong)
+        self._spoilt, self._step = bool(self.failed_blocks), step
         for load in step.loads:
             self._pin(load)
         if self._spoilt:
@@ -225,17 +230,27 @@ class Worker:
                 self.save_layer(name)
         if self._suspects:
             self._report_suspects()
+        waiting: list[Any] = []
         if not self._spoilt:
-            for writer, _ in self._writers:
-                try:
-                    writer.seal()
-                except KVClientError as error:
-                    self._health.failed("a seal", error)
+            if self._step.unsure:
+                waiting = [writer for writer, _ in self._writers]
+            else:
+                self._seal()
             self._writers.clear()
         self._end()
-        if self._number:
-            self._ended.add(self._number)
+        self._unsealed.end(self._step.number, waiting)
+        if self._step.loads and self._step.number:
+            self._ended.add(self._step.number)
+            if self._spoilt:
+                self._ended_badly.add(self._step.number)
         self._health.look()
+
+    def _seal(self) -> None:
+        for writer, _ in self._writers:
+            try:
+                writer.seal()
+            except KVClientError as error:
+                self._health.failed("a seal", error)
 
     def _report_suspects(self) -> None:
         """The daemon looks at them itself, and takes out what is wrong: the next look-up misses them."""
@@ -264,11 +279,17 @@ class Worker:
         return failed
 
     def take_ended(self) -> Ended | None:
-        """The numbered steps that ended since the last call; None: none did."""
+        """The steps with loads that ended since the last call; None: none did."""
         if not self._ended:
             return None
-        ended, self._ended = self._ended, set()
-        return Ended(ended)
+        ended = Ended(self._ended, self._ended_badly)
+        self._ended, self._ended_badly = set(), set()
+        return ended
+
+    def close(self) -> None:
+        """Gives back what is still held."""
+        self._end()
+        self._unsealed.close()
 
 
 class _Rows:

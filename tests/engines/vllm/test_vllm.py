@@ -195,21 +195,40 @@ TWO_RANKS = {
 }
 
 
-def test_two_ranks(daemon, vllm, tiny_model):
-    """Each rank stores its own part, and a block is there only if all have it."""
-    store, model, env = {"dir": str(daemon().dir)}, tiny_model(0), TWO_RANKS
+def test_two_ranks(daemon, vllm, tiny_model, tmp_path, wait_until):
+    """Each rank stores its own part, and a block is there only if all have it; a request that loads, computes
+    and ends in one step is stored once every rank has loaded, and what stands on a failed load is not."""
+    drop, model = tmp_path / "drop", tiny_model(0)
+    store, env = {"dir": str(daemon().dir)}, TWO_RANKS
+    faulty = {**env, "KVSTORED_TEST_FAULT": "drop-rank", "KVSTORED_TEST_WHEN": str(drop)}
     two = {"model": model, "store": store, "llm": {"tensor_parallel_size": 2}}
     (first,) = vllm(two, env=env)
     (cold,) = first.generate(PROMPT)
     blocks = daemon_blocks(store)
     assert blocks == 2 * (FULL_BLOCKS // 32)
     first.end()
-    (second,) = vllm(two, env=env)
+    (second,) = vllm(two, env=faulty)
     (warm,) = second.generate(PROMPT)
     assert (cold["cached"], warm["cached"]) == (0, FULL_BLOCKS)
     same(warm, cold)
+    second.ask(do="reset")
+    drop.touch()
+    (spoilt,) = second.generate(PROMPT + OTHER[:72], tokens=1)
+    drop.unlink()
+    second.ask(do="reset")
+    longer = PROMPT + OTHER[100:172]
+    (prefilled,) = second.generate(longer, tokens=1)
+    more = 2 * ((len(PROMPT) + 72) // 32 - FULL_BLOCKS // 32)
+    wait_until(lambda: daemon_blocks(store) == blocks + 2 * more, "what both computed is stored")
+    second.ask(do="reset")
+    again = [second.generate(prompt)[0] for prompt in (PROMPT + OTHER[:72], longer)]
+    assert [answer["cached"] for answer in (prefilled, *again)] == [FULL_BLOCKS, 256, 256]
     second.end()
     (engine,) = vllm({"model": model, "store": store})
     (other_shards,) = engine.generate(PROMPT)  # another number of ranks misses
     assert other_shards["cached"] == 0
     same(other_shards, cold)
+    truths = [engine.generate(prompt)[0] for prompt in (PROMPT + OTHER[:72], longer)]
+    for answer, truth in zip(again, truths, strict=True):
+        same(answer, truth)
+    assert [spoilt["tokens"], prefilled["tokens"]] == [truth["tokens"][:1] for truth in truths]

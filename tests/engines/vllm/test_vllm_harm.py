@@ -46,6 +46,24 @@ def test_a_daemon_that_dies_during_a_load_and_a_store(daemon, vllm, tiny_model):
     same(engine.generate(OTHER)[0], truths[tuple(OTHER)])  # what was half stored is not found
 
 
+def test_a_request_given_up_while_its_load_fails_leaves_nothing_behind(daemon, vllm, tiny_model):
+    """vLLM keeps the blocks of a request that it gives up in its own prefix cache, also those that were not
+    loaded, because it looks for failed ones in requests that run."""
+    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    first, plain = vllm({"model": model, "store": store}, {"model": model, "store": None})
+    (faulty,) = vllm({"model": model, "store": store}, env=ARMED)
+    (truth,) = plain.generate(PROMPT)
+    first.generate(PROMPT)
+    faulty.generate(OTHER)  # so that its blocks hold something
+    faulty.ask(do="fault", fault="drop-abort")
+    faulty.ask(do="abandon", prompt=PROMPT)
+    longer = PROMPT + OTHER[:72]
+    (answer,) = faulty.generate(longer)
+    assert answer["cached"] == 0
+    same(answer, plain.generate(longer)[0])
+    same(faulty.generate(PROMPT)[0], truth)
+
+
 def until_it_noticed(engine, plain, times):
     for attempt in range(200):
         prompt = [200 + attempt, times, *THIRD]

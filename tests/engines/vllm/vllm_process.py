@@ -5,7 +5,9 @@ Each answer is one line that begins with ANSWER. `fault` puts a connector betwee
 something: "zero" zeroes what was loaded, "drop" deletes the blocks between look-up and load; a command
 {"do": "fault", …} arms others: "kill-load" and "kill-store" kill the process `pid` at the third layer of
 the next load or store, "pause" writes a file `paused` there and waits for a file `go`, "note" writes `file`
-when a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is at the start.
+when a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is at the start. "drop-rank"
+deletes them of the first rank only, while the file KVSTORED_TEST_WHEN is there, and "drop-abort" has vLLM
+give the request up in the step whose load fails.
 """
 
 import json
@@ -21,6 +23,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from kvclient.integrations.vllm import KvstoredConnector
+from kvclient.integrations.vllm.identity import of_rank
 
 ANSWER = "ANSWER "
 FAULT = os.environ.get("KVSTORED_TEST_FAULT", "")
@@ -75,6 +78,13 @@ class FaultyConnector(KvstoredConnector):
         if FAULT == "drop":
             for load in step.loads:
                 self._client.delete(load.keys[32:])
+        if FAULT == "drop-rank" and Path(os.environ["KVSTORED_TEST_WHEN"]).exists():
+            for load in step.loads:
+                self._client.delete(of_rank(load.keys[32:], 0, 2))
+        if step.loads and ARMED.get("fault") == "drop-abort":
+            self._client.delete(step.loads[0].keys)
+            ARMED["core"].aborts_queue.put([scheduler_output.scheduled_new_reqs[0].req_id])
+            ARMED.clear()
         return step
 
 
@@ -143,6 +153,14 @@ def main():
             answer = llm.reset_prefix_cache(reset_connector=command.get("connector", False))
         elif command["do"] == "fault":
             armed.update(command)
+            answer = True
+        elif command["do"] == "abandon":  # a request whose client goes away in its first step
+            engine_of_it = llm.llm_engine
+            armed["core"] = engine_of_it.engine_core.engine_core
+            prompt = {"prompt_token_ids": command["prompt"]}
+            engine_of_it.add_request("abandoned", prompt, SamplingParams(max_tokens=8))
+            engine_of_it.step()
+            engine_of_it.abort_request(["abandoned"])
             answer = True
         else:
             answer = generate(llm, command)

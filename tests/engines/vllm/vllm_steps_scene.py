@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from functools import reduce
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -23,10 +24,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 import kvclient
-from kvclient.integrations.vllm import scheduling
+from kvclient.integrations.unsure import MAX_IN_FLIGHT
+from kvclient.integrations.vllm import scheduling, transfer
 from kvclient.integrations.vllm.connector import KvstoredConnector
 from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
-from kvclient.integrations.vllm.scheduling import MAX_IN_FLIGHT, Scheduling
+from kvclient.integrations.vllm.scheduling import Scheduling
 from kvclient.integrations.vllm.transfer import Worker
 
 TOKENS, BLOCKS = 32, 6
@@ -50,7 +52,7 @@ class Rank:
 
     def __init__(self, rank, ranks):
         self.rank = rank
-        self.tensors = {f"layer.{i}": torch.zeros(2 * BLOCKS, 1, TOKENS, 4) for i in range(2)}
+        self.tensors = {f"layer.{i}": torch.zeros(2 * BLOCKS + 2, 1, TOKENS, 4) for i in range(2)}
         self.worker = Worker(client, rank, ranks, list(self.tensors), TOKENS, 1.0)
         self.worker.register(self.tensors)
 
@@ -76,19 +78,23 @@ class Rank:
 class Engine:
     """The scheduler's half; a request has its blocks in order, 0 first."""
 
-    def __init__(self, identity, ranks=1, in_flight=False):
-        self.half = Scheduling(
-            client, identity, TOKENS, TOKENS, ranks, 0.0, 0.0, loads=True, saves=True, in_flight=in_flight
-        )
+    def __init__(self, identity, ranks=1):
+        self.half = Scheduling(client, identity, TOKENS, TOKENS, ranks, 0.0, 0.0, loads=True, saves=True)
 
-    def new(self, asked, tokens):
-        """Its first step: as many tokens behind what is found."""
-        found = self.half.matched(asked, 0)
-        self.half.allocated(asked, found)
-        new = SimpleNamespace(
-            req_id=asked.request_id, block_ids=[list(range(BLOCKS + 1))], num_computed_tokens=found
-        )
-        return found, self._step([new], [], tokens)
+    def new(self, asked, tokens, beside=None):
+        """Its first step: so many tokens behind what is found. `beside`: another's, its blocks behind."""
+        found = [self.half.matched(each, 0) for each in (asked, beside) if each is not None]
+        new = []
+        for each, at in zip((asked, beside), found, strict=False):
+            self.half.allocated(each, at)
+            first = 0 if each is asked else BLOCKS + 1
+            numbers = list(range(first, first + BLOCKS + 1))
+            new.append(SimpleNamespace(req_id=each.request_id, block_ids=[numbers], num_computed_tokens=at))
+        return found[0], self._step(new, [], tokens)
+
+    def empty(self):
+        """A step that computes nothing, as vLLM makes behind a request's end."""
+        return self._step([], [], 0)
 
     def next(self, asked, computed, tokens):
         return self._step([], [(asked.request_id, computed)], tokens)
@@ -107,10 +113,14 @@ class Engine:
     def keys(self, asked):
         return self.half._running[asked.request_id].keys.between(0, BLOCKS)
 
-    def hear(self, ended):
-        """As vLLM tells the connector."""
-        output = KVConnectorOutput(kv_connector_worker_meta=ended)
-        KvstoredConnector.update_connector_output(SimpleNamespace(_scheduler=self.half), output)
+    def hear(self, *ran):
+        """What each rank's run() said, as vLLM tells the connector."""
+        ended = reduce(lambda mine, other: mine.aggregate(other), [meta for _, meta in ran])
+        output = KVConnectorOutput(
+            invalid_block_ids=set().union(*[failed for failed, _ in ran]), kv_connector_worker_meta=ended
+        )
+        connector = SimpleNamespace(_scheduler=self.half, _evict=Mock())
+        KvstoredConnector.update_connector_output(connector, output)
 
 
 def saved(step):
@@ -132,9 +142,10 @@ def a_load_that_fails_on_one_rank_spoils_what_the_others_compute():
     assert found == 3 * TOKENS
     keys = second.keys(asked)
     assert client.delete([of_rank(keys, 0, 2)[KEY_BYTES : 2 * KEY_BYTES]]) == 1
-    failed = [rank.run(step, [3, 4, 5], garbage=True)[0] for rank in ranks]
-    assert failed == [{1}, set()]
-    assert states(keys, 1, 2)[3:] == b"\0\0\0", "rank 1 computed it from what rank 0 did not have"
+    ran = [rank.run(step, [3, 4, 5], garbage=True) for rank in ranks]
+    assert [failed for failed, _ in ran] == [{1}, set()]
+    assert states(keys, 1, 2)[3:] == b"\1\1\1", "rank 1 computed it from what rank 0 did not have"
+    second.hear(*ran)
     step = second.next(asked, TOKENS, 5 * TOKENS + 8)  # vLLM sets it back to the first block that failed
     for rank in ranks:
         rank.run(step, [1, 2, 3, 4, 5])
@@ -149,53 +160,99 @@ def a_load_that_fails_on_one_rank_spoils_what_the_others_compute():
         assert rank.is_right(range(BLOCKS))
 
 
-def a_step_with_loads_on_two_ranks_is_saved_by_the_next():
+def a_step_with_loads_on_two_ranks_is_sealed_by_the_next():
     identity, ranks = os.urandom(32), [Rank(0, 2), Rank(1, 2)]
     _, step = Engine(identity, ranks=2).new(request(PROMPT[: TOKENS + 8]), TOKENS + 8)
     for rank in ranks:
         rank.run(step, [0])
     engine, asked = Engine(identity, ranks=2), request(PROMPT)
     found, step = engine.new(asked, 2 * TOKENS)
-    assert (found, saved(step)) == (TOKENS, [])
+    assert (found, saved(step)) == (TOKENS, [1, 2])
+    keys = engine.keys(asked)
+    ran = [rank.run(step, [1, 2]) for rank in ranks]
+    assert [states(keys, rank, 2) for rank in (0, 1)] == [b"\2\1\1\0\0\0"] * 2
+    engine.half.finished(asked)  # prefill apart: it loads, computes and ends in one step
+    engine.hear(*ran)
+    assert engine.half.waits, "vLLM makes one more step for it"
+    step = engine.empty()
+    assert not engine.half.waits
     for rank in ranks:
-        rank.run(step, [1, 2])
-    assert saved(engine.next(asked, 3 * TOKENS, TOKENS)) == [0, 1, 2, 3]
-    assert saved(engine.next(asked, 4 * TOKENS, 2 * TOKENS)) == [4, 5]
+        rank.run(step, [])
+    assert [states(keys, rank, 2) for rank in (0, 1)] == [b"\2\2\2\0\0\0"] * 2
+
+
+def what_waits_for_a_word_is_not_kept_for_ever():
+    """Of an engine that makes no further step."""
+    identity = os.urandom(32)
+    with patch.object(transfer, "IDLE_S", 0.5):
+        ranks = [Rank(0, 2), Rank(1, 2)]
+    _, step = Engine(identity, ranks=2).new(request(PROMPT[: TOKENS + 8]), TOKENS + 8)
+    for rank in ranks:
+        rank.run(step, [0])
+    engine, asked = Engine(identity, ranks=2), request(PROMPT)
+    _, step = engine.new(asked, 2 * TOKENS)
+    ran = [rank.run(step, [1, 2]) for rank in ranks]
+    until(lambda: not any(rank.worker._unsealed.count for rank in ranks))
+    keys = engine.keys(asked)
+    engine.hear(*ran)
+    step = engine.next(asked, 3 * TOKENS, 8)
+    for rank in ranks:
+        rank.run(step, [])  # the word comes late
+    assert [states(keys, rank, 2) for rank in (0, 1)] == [b"\2\0\0\0\0\0"] * 2
+
+
+def what_a_step_saved_in_vain_is_saved_again():
+    """A request that had nothing to do with the load that failed loses what it saved beside it no more."""
+    identity, rank = os.urandom(32), Rank(0, 1)
+    _, step = Engine(identity).new(request(PROMPT[: TOKENS + 8]), TOKENS + 8)
+    rank.run(step, [0])
+    engine, asked, beside = Engine(identity), request(PROMPT), request([7, *PROMPT])
+    found, step = engine.new(asked, 2 * TOKENS, beside)
+    keys, others = engine.keys(asked), engine.keys(beside)
+    assert (found, saved(step)) == (TOKENS, [1, 2, BLOCKS + 1, BLOCKS + 2])
+    client.delete([keys[:KEY_BYTES]])
+    ran = rank.run(step, [BLOCKS + 1, BLOCKS + 2])
+    assert ran[0] == {0} and states(others) == bytes(BLOCKS)
+    engine.hear(ran)
+    rank.run(engine.next(beside, 2 * TOKENS, TOKENS), [BLOCKS + 3])
+    assert states(others) == b"\2\2\2" + bytes(BLOCKS - 3)
 
 
 def a_step_sent_off_before_a_load_had_failed_saves_nothing():
     identity, rank = os.urandom(32), Rank(0, 1)
     _, step = Engine(identity).new(request(PROMPT[: 2 * TOKENS + 8]), 2 * TOKENS + 8)
     rank.run(step, [0, 1])
-    engine, asked = Engine(identity, in_flight=True), request(PROMPT)
+    engine, asked = Engine(identity), request(PROMPT)
     found, step = engine.new(asked, TOKENS)
     assert found == 2 * TOKENS
     keys = engine.keys(asked)
     assert client.delete([keys[:KEY_BYTES]]) == 1
     ahead = engine.next(asked, 3 * TOKENS, TOKENS)
-    failed, ended = rank.run(step, [2], garbage=True)
-    assert failed == {0}
+    ran = rank.run(step, [2], garbage=True)
+    assert ran[0] == {0}
     assert rank.run(ahead, [3], garbage=True)[0] == set()
-    assert states(keys) == b"\0\2\0\0\0\0", "both stand on a block that was not loaded"
-    engine.hear(ended)
+    assert states(keys) == b"\0\2\0\1\0\0", "both stand on a block that was not loaded"
+    engine.hear(ran)
     rank.run(engine.next(asked, 0, 4 * TOKENS), [0, 1, 2, 3])
     rank.run(engine.next(asked, 4 * TOKENS, 2 * TOKENS + 8), [4, 5])
     assert states(keys) == b"\2" * BLOCKS
-    again, asked = Engine(identity, in_flight=True), request(PROMPT)
+    again, asked = Engine(identity), request(PROMPT)
     found, step = again.new(asked, 8)
     for tensor in rank.tensors.values():
         tensor.zero_()
-    rank.run(step, [])
+    again.hear(rank.run(step, []))
     assert rank.is_right(range(BLOCKS))
     asked = request(PROMPT[: 2 * TOKENS] + [1] * 2 * TOKENS)
     assert again.new(asked, TOKENS)[0] == 2 * TOKENS
-    steps = [saved(again.next(asked, 3 * TOKENS, TOKENS)) for _ in range(MAX_IN_FLIGHT + 1)]
-    assert steps[0] == [] and [3] in steps, "an end that is never told holds nothing back for ever"
+    steps = [again.next(asked, 3 * TOKENS, TOKENS) for _ in range(MAX_IN_FLIGHT)]
+    assert steps[0].unsure
+    last = steps[-1]  # an end that is never told holds nothing back for ever
+    assert (last.unsure, saved(last), len(last.wrong)) == (False, [0, 1, 2, 3], MAX_IN_FLIGHT)
 
 
 def tokens_that_are_known_late_are_saved_late():
     """vLLM computes a token in a step that it made before it knew which."""
-    engine, asked = Engine(os.urandom(32), in_flight=True), request(PROMPT[: TOKENS - 2])
+    engine, asked = Engine(os.urandom(32)), request(PROMPT[: TOKENS - 2])
     _, step = engine.new(asked, TOKENS - 2)
     assert saved(step) == saved(engine.next(asked, TOKENS - 2, 1)) == []
     asked.append_output_token_ids(5)
@@ -275,7 +332,9 @@ for scene in (
     what_the_daemon_asks_back_during_a_load_is_computed,
     what_was_brought_is_not_kept_for_ever,
     a_load_that_fails_on_one_rank_spoils_what_the_others_compute,
-    a_step_with_loads_on_two_ranks_is_saved_by_the_next,
+    a_step_with_loads_on_two_ranks_is_sealed_by_the_next,
+    what_waits_for_a_word_is_not_kept_for_ever,
+    what_a_step_saved_in_vain_is_saved_again,
     a_step_sent_off_before_a_load_had_failed_saves_nothing,
     tokens_that_are_known_late_are_saved_late,
 ):
