@@ -64,6 +64,36 @@ def _check_can_be_told_apart(engine: Any, options: dict[str, Any]) -> None:
         )
 
 
+class Resets:
+    """Which requests go on with KV of before a reset: vLLM offers all of it to be stored once more, and
+    nobody knows of which weights it is. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._with_kv: set[str] = set()  # requests that have run or loaded
+        self._with_old_kv: set[str] = set()
+
+    def __contains__(self, req_id: object) -> bool:
+        return req_id in self._with_old_kv
+
+    def scheduled(self, context: Any) -> None:
+        """vLLM's ScheduleEndContext. Those that were preempted compute all of it again."""
+        self._with_kv.update(context.new_req_ids)
+        self._with_old_kv.difference_update(context.preempted_req_ids)
+
+    def loads(self, req_id: str) -> None:
+        """The request has KV from now on."""
+        self._with_kv.add(req_id)
+
+    def finished(self, req_id: str) -> None:
+        """The request has ended."""
+        self._with_kv.discard(req_id)
+        self._with_old_kv.discard(req_id)
+
+    def reset(self) -> None:
+        """vLLM forgets its KV, but for what those requests have."""
+        self._with_old_kv |= self._with_kv
+
+
 class OffloadNames:
     """Of one engine. `config` is vLLM's OffloadingConfig, `engine` its VllmConfig; `form`: how the bytes are
     taken; `whole_rows`: that a row is the same however the model is split, where vLLM says so. Raises

@@ -34,7 +34,7 @@ from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT
 from kvclient.integrations.vllm.identity import each_of_rank
-from kvclient.integrations.vllm.offload_naming import OffloadNames
+from kvclient.integrations.vllm.offload_naming import OffloadNames, Resets
 from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
@@ -93,8 +93,7 @@ class KvstoredManager(OffloadingManager):
         self._requests: dict[str, _Request] = {}
         self._held: dict[OffloadKey, _Held] = {}
         self._leaving: list[_Held] = []  # being loaded at a reset: vLLM never says when that has ended
-        self._with_kv: set[str] = set()  # requests that have run or loaded
-        self._with_old_kv: set[str] = set()  # of before a reset
+        self._resets = Resets()
         self._wanted: dict[OffloadKey, set[str]] = {}  # of this step, to be verified
         self._verifying: dict[OffloadKey, set[str]] = {}
         self._pool = ThreadPoolExecutor(1, "kvstored-verify")
@@ -149,8 +148,7 @@ class KvstoredManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._expire()
-        self._with_kv.update(context.new_req_ids)
-        self._with_old_kv.difference_update(context.preempted_req_ids)  # they compute all of it again
+        self._resets.scheduled(context)
         if self._wanted:
             wanted, self._wanted = self._wanted, {}
             with self._lock:
@@ -230,7 +228,7 @@ class KvstoredManager(OffloadingManager):
         with self._lock:
             for key in keys:
                 self._held[key].loads += 1  # vLLM loads what it was told is a hit
-        self._with_kv.add(req_context.req_id)
+        self._resets.loads(req_context.req_id)
         return StoredBlocks(self._names.whole(keys))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -249,7 +247,7 @@ class KvstoredManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        old = req_context.req_id in self._with_old_kv
+        old = req_context.req_id in self._resets
         new = [key for key in keys if not old and self._names.usable(key) and self._state(key) == MISSING]
         return PrepareStoreOutput(new, StoredBlocks(self._names.whole(new)), [])
 
@@ -301,8 +299,7 @@ class KvstoredManager(OffloadingManager):
                     held.requests.discard(req_context.req_id)
                     if not held.loads and not held.requests:
                         self._release(key)
-        self._with_kv.discard(req_context.req_id)
-        self._with_old_kv.discard(req_context.req_id)
+        self._resets.finished(req_context.req_id)
         for wanted in self._wanted.values():
             wanted.discard(req_context.req_id)
 
@@ -313,7 +310,7 @@ class KvstoredManager(OffloadingManager):
         """
         with self._lock:
             self._names.begin_anew()
-            self._with_old_kv |= self._with_kv
+            self._resets.reset()
             until = time.monotonic() + self._lease_s
             for key in list(self._held):
                 if not self._held[key].loads:

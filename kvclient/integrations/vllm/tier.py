@@ -2,7 +2,8 @@
 
 Owns the jobs under way; copies between vLLM's host memory and the store on threads of its own, never on the
 scheduler's. Invariants: each job is reported once, with the keys that were loaded; a key whose load failed is
-a miss for a while, so that vLLM does not ask for it for ever; a store that is away is an empty one.
+a miss for a while, so that vLLM does not ask for it for ever; a store that is away is an empty one; behind a
+reset of vLLM's cache nothing of before is found, and nothing is stored of a request that has KV of before.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
 )
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 import kvclient
 from kvclient.integrations.health import Health
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
-from kvclient.integrations.vllm.offload_naming import OffloadNames, engine_config
+from kvclient.integrations.vllm.offload_naming import OffloadNames, Resets, engine_config
 from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
@@ -50,6 +53,22 @@ PENDING = 1
 FORGET_FAILURE_S = 10.0
 
 
+class _NoPressure(BackpressureDetector):
+    """Of a tier whose user wants no detector: nothing is ever held back."""
+
+    def on_store_completed(self, elapsed_s: float, num_bytes: int) -> None:
+        """It counts nothing."""
+
+    def is_under_pressure(self) -> bool:
+        return False
+
+    def should_store(self, num_blocks: int) -> bool:
+        return True
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+
 class KvstoredTier(SecondaryTierManager):
     """See docs/engines.md. vLLM calls it from the scheduler's thread."""
 
@@ -59,7 +78,9 @@ class KvstoredTier(SecondaryTierManager):
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
         backpressure_detector: Any = None, **more: Any,
     ) -> None:  # fmt: skip
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        super().__init__(
+            offloading_spec, primary_kv_view, tier_type, self._heard(backpressure_detector)
+        )
         options = with_defaults(more, OPTIONS, f"secondary tier {tier_type}")
         self.locality = Locality(options["locality"])
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
@@ -83,8 +104,38 @@ class KvstoredTier(SecondaryTierManager):
         self._failed: dict[OffloadKey, float] = {}  # until when a key counts as a miss
         self._events: list[OffloadingEvent] | None = None
         self._told: Watched[OffloadKey] = Watched()
+        self._resets = Resets()
         if options["enable_kv_events"] and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
+
+    # ---------------------------------------------------------------- vLLM's resets
+
+    def _heard(self, detector: Any) -> Any:
+        """vLLM 0.32 tells a secondary tier nothing of a reset of its cache, which is how weights change under
+        an engine. But it resets each tier's detector of back-pressure then, and at no other time."""
+        found: Any = _NoPressure() if detector is None else detector
+        its_own = found.reset
+
+        def reset() -> None:
+            its_own()
+            self._begin_anew()
+
+        found.reset = reset
+        return found
+
+    def _begin_anew(self) -> None:
+        """Of no tier a job is under way: vLLM has waited for them."""
+        self._names.begin_anew()
+        self._resets.reset()
+        with self._lock:
+            self._failed = {}
+        log.warning("kvstored: vLLM's cache was reset: from now on this engine shares with no other")
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._resets.scheduled(context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._resets.finished(req_context.req_id)
 
     # ---------------------------------------------------------------- the scheduler asks
 
@@ -109,7 +160,8 @@ class KvstoredTier(SecondaryTierManager):
     # ---------------------------------------------------------------- jobs
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, self._store)
+        old = job_metadata.req_context.req_id in self._resets
+        self._submit(job_metadata, self._store_nothing if old else self._store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, self._load)
@@ -161,6 +213,9 @@ class KvstoredTier(SecondaryTierManager):
         keys, rows = self._buffers(job)
         stored = self._pages.put(self._names.whole(keys), self._layout_id, rows)
         return [key for key, done in zip(keys, stored, strict=True) if done]
+
+    def _store_nothing(self, job: TransferJob) -> list[OffloadKey]:
+        return []
 
     def _load(self, job: TransferJob) -> list[OffloadKey]:
         keys, rows = self._buffers(job)

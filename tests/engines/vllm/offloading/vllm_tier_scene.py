@@ -12,7 +12,13 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, OffloadingKVEventsConfig, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingKVEventsConfig,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -22,6 +28,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 DIRECTORY, ROWS, ROW = sys.argv[1], 8, 3000
 FILLED = 1000  # the first block of the process that is killed
@@ -55,9 +62,9 @@ def keys(first, count):
     return [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(first, first + count)]
 
 
-def job(storage, names, rows, load):
+def job(storage, names, rows, load, context=CONTEXT):
     submit = storage.submit_load if load else storage.submit_store
-    submit(TransferJob(len(names), names, np.array(rows), load, CONTEXT))
+    submit(TransferJob(len(names), names, np.array(rows), load, context))
     storage.drain_jobs()
     (result,) = storage.get_finished_jobs()
     assert not list(storage.get_finished_jobs()), "a job is reported once"
@@ -112,6 +119,31 @@ def a_prefiller_that_is_killed_leaves_what_it_stored():
     heir.shutdown()
 
 
+def behind_a_reset_it_begins_anew():
+    """Through vLLM's own reset_cache, which weight updates end with."""
+    storage, memory = tier()
+    manager = TieringOffloadingManager(primary(memory), [storage])
+    running, asked = ReqContext(req_id="running"), keys(2000, 3)
+    memory[:3] = content(range(3))
+    job(storage, asked[:2], [0, 1], False)
+    storage.on_schedule_end(ScheduleEndContext(["running"], ()))
+    manager.reset_cache()
+    assert found(storage, asked) == [False] * 3 and found(tier()[0], asked) == [True, True, False]
+    assert not job(storage, asked, [0, 1, 2], False, running).success, "KV of before the reset"
+    assert found(storage, asked) == [False] * 3
+    storage.on_schedule_end(ScheduleEndContext((), ["running"]))
+    assert job(storage, asked, [0, 1, 2], False, running).success, "it was preempted: it computed all anew"
+    assert found(storage, asked) == [True] * 3 and found(tier()[0], asked) == [True, True, False]
+    storage.shutdown()
+
+
+def primary(memory):
+    """Of vLLM's first tier what its manager asks for when nothing is in it."""
+    return SimpleNamespace(
+        get_kv_memoryview=lambda: memoryview(memory), _num_chunks=ROWS, reset_cache=lambda: None
+    )
+
+
 if sys.argv[2:] == ["fill"]:
     fill()
 
@@ -156,6 +188,7 @@ assert not gone.success and gone.successful_keys is None
 need("start")
 stored_until_it_works(fresh, keys(50, 2), [0, 1])  # it takes the new daemon up
 a_prefiller_that_is_killed_leaves_what_it_stored()
+behind_a_reset_it_begins_anew()
 for made in (storage, other, fresh):
     made.shutdown()
 try:
