@@ -33,8 +33,7 @@ class Text:
             self._held += part[self._told :]
             self._told = len(part)
             if len(self._tokens) - self._from >= 2 * CONTEXT:
-                self._from = len(self._tokens) - CONTEXT
-                self._told = len(self._decode(self._from))
+                self._move(part)
         return self._show()
 
     def end(self) -> str:
@@ -43,6 +42,15 @@ class Text:
             self._held += self._decode(self._from)[self._told :]
         shown, self._held = self._held, ""
         return "" if self.stopped is not None else shown
+
+    def _move(self, part: str) -> None:
+        """Decodes less of what was told from now on: from a token on behind which the text is what it was. In
+        the middle of a character it is not, and of letters spelled in single bytes all would be unreadable.
+        """
+        for start in range(len(self._tokens) - CONTEXT, self._from, -1):
+            if part.endswith(shorter := self._decode(start)):
+                self._from, self._told = start, len(shorter)
+                return
 
     def _decode(self, start: int) -> str:
         return self._tokenizer.decode(self._tokens[start:], skip_special_tokens=not self._special)

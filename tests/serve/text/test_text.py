@@ -1,11 +1,15 @@
 """Proves that a streamed answer is the whole answer cut in pieces, whatever its tokens and stop strings are.
 
 Method: random texts cut into random tokens of bytes (Hypothesis), so that characters and stop strings lie
-over token borders, against the text decoded at once.
+over token borders, against the text decoded at once; and a tokenizer as Llama 2's, which spells what it does
+not know in bytes and decodes a run of them as a whole.
 """
 
-from hypothesis import given
+import pytest
+import transformers
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from kvclient.serve.engine.text import Text
 
@@ -43,3 +47,25 @@ def test_the_pieces_are_the_text_up_to_its_first_stop(text, cuts, stops):
     else:
         # The first stop string to be whole wins: one that begins earlier but ends later may not be whole yet.
         assert text.startswith(shown + stream.stopped) and len(shown) >= len(whole)
+
+
+@pytest.fixture(scope="module")
+def spelling():
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *"▁ab"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@example(text="ab " + 9 * "漢" + " b")
+@given(text=st.text("abé漢🙂 ", min_size=12, max_size=80))
+def test_letters_in_single_bytes_stay_what_they_are(spelling, text):
+    stream, ids = Text(spelling), spelling(text)["input_ids"]
+    shown = "".join(map(stream.add, ids)) + stream.end()
+    assert shown == spelling.decode(ids) == text
