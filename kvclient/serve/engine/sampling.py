@@ -106,10 +106,11 @@ class Sampler:
             scores[ids] = torch.where(
                 held > 0, held / wanted.repetition_penalty, held * wanted.repetition_penalty
             )
-        for token, count in self._counts.items():
-            scores[token] -= wanted.presence_penalty + wanted.frequency_penalty * count
-        for token, bias in wanted.logit_bias.items():
-            scores[token] += bias
+        if self._counts and (wanted.presence_penalty or wanted.frequency_penalty):
+            ids, counts = torch.tensor(list(self._counts)), torch.tensor(list(self._counts.values()))
+            scores[ids] -= wanted.presence_penalty + wanted.frequency_penalty * counts
+        if wanted.logit_bias:
+            scores[torch.tensor(list(wanted.logit_bias))] += torch.tensor(list(wanted.logit_bias.values()))
         return scores
 
     def _allowed(self, scores: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,8 @@ class Sampler:
             probabilities = probabilities.masked_fill(probabilities < wanted.min_p * probabilities.max(), 0)
         if wanted.top_p < 1:
             ordered, places = probabilities.sort(descending=True)
-            ordered[ordered.cumsum(-1) - ordered >= wanted.top_p] = 0
+            gone = ordered.cumsum(-1) - ordered >= wanted.top_p
+            ordered[gone.index_fill(0, torch.tensor(0), False)] = 0  # the likeliest stays in any case
             probabilities = torch.zeros_like(probabilities).scatter_(0, places, ordered)
         return probabilities
 

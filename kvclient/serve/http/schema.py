@@ -53,7 +53,7 @@ class Common(Strict):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=5)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=5)
     logit_bias: dict[int, float] | None = Field(None, max_length=1024)
     seed: int | None = None
     stop: str | list[str] | None = None

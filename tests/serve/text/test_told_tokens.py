@@ -13,6 +13,7 @@ import torch
 
 from kvclient.serve.engine.job import Done, Prompt, Token
 from kvclient.serve.engine.sampling import Chosen, Sampler, Sampling
+from kvclient.serve.errors import ApiError
 from kvclient.serve.http.answers.chat import token_bytes
 from kvclient.serve.http.answers.completions import completion_stream, completion_whole
 from kvclient.serve.http.answers.run import Choice, Run
@@ -72,6 +73,22 @@ def test_a_streams_pieces_are_the_whole_with_what_is_told_of_each_token(echo, lo
         assert len(choice["logprobs"]["tokens"]) == (4 if echo else 2)
 
 
+def test_of_what_is_not_there_for_a_client_that_is_gone_no_answer_is_made():
+    """An answer of probabilities was made of a first token that nobody had computed."""
+
+    async def gone():
+        return True
+
+    async def asked():
+        run = Events(CompletionRequest(prompt=[0, 1], max_tokens=2))
+        run._events, run.choices = asyncio.Queue(), [Choice(run._ask)]
+        await run.whole(gone)
+
+    with pytest.raises(ApiError) as told:
+        asyncio.run(asked())
+    assert told.value.status == 499
+
+
 @pytest.mark.parametrize(
     ("word", "text", "wanted"),
     [
@@ -98,3 +115,21 @@ def test_the_coldest_temperatures_say_the_most_likely_token(temperature, more):
     assert sampler.pick(logits).token == int(logits.argmax())
     forbidden = logits.masked_fill(logits > 0, -torch.inf)
     assert sampler.pick(forbidden).token == int(forbidden.argmax())
+
+
+@pytest.mark.parametrize("top_p", [1e-320, 1e-45, 1e-9])
+def test_the_least_share_has_the_most_likely_token(top_p):
+    """None was left, and the request failed."""
+    logits = torch.linspace(-8.0, 9.0, 50)[torch.randperm(50)]
+    assert Sampler(Sampling(top_p=top_p, seed=1), []).pick(logits).token == int(logits.argmax())
+
+
+def test_penalties_and_biases_are_those_of_each_token():
+    """Told of all of them at once: one by one a thousand took as long as a row of a step."""
+    wanted = Sampling(temperature=0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: -7.0, 9: 2.0})
+    sampler, logits = Sampler(wanted, []), torch.linspace(0, 1, 12)
+    for token in (3, 5, 5, 11):
+        sampler.take(token, logits)
+    changed = {3: -0.75 - 7, 5: -0.5 - 0.5, 9: 2.0, 11: -0.75}
+    expected = torch.tensor([float(logits[i]) + changed.get(i, 0.0) for i in range(12)])
+    assert torch.allclose(sampler._scores(logits), expected)

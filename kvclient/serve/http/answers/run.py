@@ -95,12 +95,14 @@ class Run:
             yield index, event
 
     async def whole(self, gone: Any) -> None:
-        """Waits for all answers. gone: says whether the client is; asked while waiting."""
+        """Waits for all answers. gone: says whether the client is; asked while waiting. Raises ApiError, 499
+        where it is: what there is of the answers is nobody's, and no whole one can be made of it.
+        """
         done = asyncio.ensure_future(self._all())
         try:
             while not (await asyncio.wait({done}, timeout=0.25))[0]:
                 if await gone():
-                    return
+                    raise ApiError(499, "the client is gone")
             await done
         finally:
             done.cancel()
