@@ -182,16 +182,19 @@ def _tokens(app: FastAPI, asking: Asking, Salt: Any, reading: Reading) -> None:
 
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest, request: Request, _: Salt) -> dict[str, Any]:
+        asking.check_model(asked.model)
         ids = await reading(request, lambda by: by.tokenized(asked))
         return {"tokens": ids, "count": len(ids), "max_model_len": asking.max_tokens}
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest, request: Request, _: Salt) -> dict[str, Any]:
+        asking.check_model(asked.model)
         return {"prompt": await reading(request, lambda by: by.tokenizer.decode(by.tokens(asked.tokens)))}
 
     @app.post("/v1/warm")
     async def warm(asked: WarmRequest, request: Request, salt: Salt) -> Response:
         """Computes a prompt ahead, so that its KV is there: one token is computed and thrown away."""
+        asking.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "either prompt or messages is needed", param="prompt")
 

@@ -171,18 +171,21 @@ class CompletionRequest(Common):
     suffix: None = None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Strict):
+    model: str | None = None
     prompt: str | None = None
     content: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Strict):
+    model: str | None = None
     tokens: Tokens
 
 
 class WarmRequest(Strict):
+    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     cache: CacheOptions = CacheOptions()

@@ -11,14 +11,15 @@ import asyncio
 import contextlib
 import json
 import math
-import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import h11
 
 from kvclient.serve.errors import ApiError
+from kvclient.serve.route.asked import body_of, gone, header, model_of, parsed, passed_headers
+from kvclient.serve.route.back import NOT_RETURNED, Back, Events, streams
 from kvclient.serve.route.balance import LEAST_PIECES, Load, choose
 from kvclient.serve.route.exchange import Exchange, ServerLost
 from kvclient.serve.route.prefill import prefill, prefiller, worth
@@ -28,16 +29,10 @@ from kvclient.serve.route.servers import Probing, Server
 ANSWERED = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/systemone", "/v1/warm",
 }  # fmt: skip
-MOST_BODY_BYTES = 8 << 20  # the servers' own bound
 MOST_ANSWER_BYTES = 256 << 20  # of one that is held until it is whole
 HELD_TIMEOUT_S = 0.5
 RETRY_AFTER_S = 2
 BUSY = (429, 503)
-NOT_PASSED = {
-    b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
-    b"host", b"content-length", b"expect",
-}  # fmt: skip
-NOT_RETURNED = NOT_PASSED - {b"content-length"} | {b"date", b"server"}
 
 
 class Router:
@@ -58,7 +53,7 @@ class Router:
             return await self._life(receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1003})
-        back = Back(send, _header(scope, b"x-request-id"), scope["path"])
+        back = Back(send, header(scope, b"x-request-id"), scope["path"])
         try:
             await self._request(scope, receive, back)
         except ApiError as error:
@@ -96,11 +91,11 @@ class Router:
             return await back.json(200 if up else 503, told)
         if method == "GET" and path == "/metrics":
             return await back.text(self._metrics())
-        body = await _body(scope, receive)
+        body = await body_of(scope, receive)
         if body is None:
             return None
         passing = asyncio.create_task(self._pass_on(scope, body, back))
-        leaving = asyncio.create_task(_gone(receive))
+        leaving = asyncio.create_task(gone(receive))
         try:
             await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not passing.done():
@@ -117,13 +112,13 @@ class Router:
         path = scope["path"]
         if scope["method"] == "GET" and path == "/v1/models":
             return await self._models(scope, back)
-        asked = _parsed(body) if path in ANSWERED else {}
+        asked = parsed(body)
         if sum(server.load.under_way for server in self.servers) >= self._most:
             text = f"{self._most} requests are under way already"
             raise ApiError(429, text, "rate_limit_error", "queue_full", None, RETRY_AFTER_S)
-        who = _header(scope, b"authorization") or _header(scope, b"x-api-key")
-        pieces = pieces_of(asked, who) if asked else []
-        named = asked.get("model")
+        who = header(scope, b"authorization") or header(scope, b"x-api-key")
+        pieces = pieces_of(asked, who) if asked and path in ANSWERED else []
+        named = model_of(path, asked)
         tried: set[str] = set()
         while True:
             able = self._able(named, tried)
@@ -142,10 +137,10 @@ class Router:
                 return None
             self.counts["asked_again_total"] += 1
 
-    def _able(self, model: Any, tried: set[str]) -> list[Server]:
+    def _able(self, model: str | None, tried: set[str]) -> list[Server]:
         up = [server for server in self.servers if server.up]
-        known = {server.model for server in up}
-        if model is not None and model not in known and up:
+        known = {server.model for server in self.servers}  # also of those that are away; None: not known yet
+        if model is not None and up and not known & {model, None}:
             there = ", ".join(sorted(map(str, known)))
             text = f"the model {model!r:.100} does not exist; these servers have {there}"
             raise ApiError(404, text, code="model_not_found", param="model")
@@ -153,7 +148,7 @@ class Router:
         return [server for server in able if not server.prefills] or able
 
     async def _prefill(
-        self, load: Load, model: Any, pieces: list[bytes], matched: Counter[str], scope: Any, body: bytes
+        self, load: Load, model: str | None, pieces: list[bytes], matched: Counter[str], scope: Any, body: bytes
     ) -> None:
         """Has the prompt computed elsewhere, where there is such a server and so much of it is missing."""
         path, held = scope["raw_path"], matched.get(load.store, 0)
@@ -167,12 +162,12 @@ class Router:
         server = prefiller([candidate for candidate in there if candidate.load is not load], load)
         if server is None:
             return
-        done = await prefill(server, path, _passed_headers(scope), body)
+        done = await prefill(server, path, passed_headers(scope), body)
         self.counts["prefilled_total" if done else "prefill_lost_total"] += 1
         if done:
             self.prefixes.note(pieces, server.load.store)
 
-    async def _nobody(self, back: Back, model: Any, tried: set[str]) -> None:
+    async def _nobody(self, back: Back, model: str | None, tried: set[str]) -> None:
         if back.busy is not None:
             return await back.give_busy()
         text = f"no server is there{f' for {model!r:.100}' if model else ''}; {len(tried)} were asked"
@@ -200,7 +195,7 @@ class Router:
         server.load.asked += 1
         try:
             for fresh in (False, True):  # a connection that lay idle may have been closed a moment ago
-                exchange = await server.connection()
+                exchange = await server.connection(fresh)
                 idle = exchange.used > 0
                 try:
                     return await _passed(exchange, server, scope, body, back, last)
@@ -225,7 +220,7 @@ class Router:
         models: dict[str, Any] = {}
         for server in [server for server in self.servers if server.up]:
             with contextlib.suppress(ServerLost, TimeoutError, ValueError):
-                status, body = await server.small(b"GET", b"/v1/models", _passed_headers(scope), b"", 5.0)
+                status, body = await server.small(b"GET", b"/v1/models", passed_headers(scope), b"", 5.0)
                 if status != 200:
                     return await back.raw(status, [(b"content-type", b"application/json")], body)
                 models |= {model_card["id"]: model_card for model_card in json.loads(body)["data"]}
@@ -252,66 +247,11 @@ class Router:
         return "\n".join(lines) + "\n"
 
 
-class Back:
-    """The way back to one client. busy: an answer that said `not now`, kept while others are asked."""
-
-    def __init__(self, send: Any, ident: str, path: str) -> None:
-        self._send, self._path, self.begun, self._streams = send, path, False, False
-        self._ident = ident if ident.isprintable() and 0 < len(ident) <= 128 else uuid.uuid4().hex
-        self.busy: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
-
-    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Sends the head of the answer."""
-        self.begun = True
-        self._streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
-        if not any(name == b"x-request-id" for name, _ in headers):
-            headers = [*headers, (b"x-request-id", self._ident.encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def more(self, data: bytes, more: bool = True) -> None:
-        """Sends a piece of the body; more: others follow."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def raw(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """Answers in one piece."""
-        length = (b"content-length", str(len(body)).encode())
-        await self.begin(status, [*(h for h in headers if h[0] != b"content-length"), length])
-        await self.more(body, False)
-
-    async def json(self, status: int, told: Any, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        """Answers with JSON."""
-        await self.raw(status, [(b"content-type", b"application/json"), *more], json.dumps(told).encode())
-
-    async def text(self, told: str) -> None:
-        """Answers with figures as Prometheus reads them."""
-        await self.raw(200, [(b"content-type", b"text/plain; version=0.0.4")], told.encode())
-
-    async def give_busy(self) -> None:
-        """Answers what a full server said."""
-        assert self.busy is not None
-        await self.raw(*self.busy)
-
-    async def error(self, error: ApiError) -> None:
-        """Answers with an error, in the shape of the path's API."""
-        again = error.retry_after_s
-        more = [(b"retry-after", str(again).encode())] if again else []
-        await self.json(error.status, error.body_at(self._path), more)
-
-    async def broken(self, text: str) -> None:
-        """In the middle of an answer: told as an event of a stream; another ends before its end. Raises
-        ConnectionError for that one.
-        """
-        if not self._streams:
-            raise ConnectionError(text)
-        said = ApiError(502, text, "server_error", "server_lost").event_at(self._path)
-        await self.more(said.encode(), False)
-
-
 async def _passed(
     exchange: Exchange, server: Server, scope: Any, body: bytes, back: Back, last: bool
 ) -> bool:
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-    head = await exchange.ask(scope["method"].encode(), target, _passed_headers(scope), body)
+    head = await exchange.ask(scope["method"].encode(), target, passed_headers(scope), body)
     headers = [(n, v) for n, v in head.headers if n not in NOT_RETURNED]
     headers.append((b"x-kv-server", server.load.name.encode()))
     if any(name == b"content-length" for name, _ in headers):
@@ -321,13 +261,15 @@ async def _passed(
             return False
         await back.raw(head.status_code, headers, whole)
         return True
-    async for data in exchange.data():  # until the first bytes are there, another server can be asked
-        if not back.begun:
-            await back.begin(head.status_code, headers)
-        await back.more(data)
+    cut = Events() if streams(headers) else None
+    async for data in exchange.data():  # until the first event is there, another server can be asked
+        if part := data if cut is None else cut.add(data):
+            if not back.begun:
+                await back.begin(head.status_code, headers)
+            await back.more(part)
     if not back.begun:
         await back.begin(head.status_code, headers)
-    await back.more(b"", False)
+    await back.more(b"" if cut is None else cut.held, False)
     return True
 
 
@@ -345,52 +287,8 @@ async def _held(server: Server, scope: Any, body: bytes) -> float:
     """The share of a prompt that its store holds; 0 where it does not say in time."""
     target = scope["raw_path"].replace(b"/v1/", b"/v1/held/", 1)
     try:
-        status, told = await server.small(b"POST", target, _passed_headers(scope), body, HELD_TIMEOUT_S)
+        status, told = await server.small(b"POST", target, passed_headers(scope), body, HELD_TIMEOUT_S)
         said = json.loads(told) if status == 200 else {}
         return min(1.0, said["held_tokens"] / said["prompt_tokens"]) if said else 0.0
     except (ServerLost, TimeoutError, ValueError, KeyError, TypeError, ZeroDivisionError):
         return 0.0
-
-
-def _passed_headers(scope: Any) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED]
-
-
-def _header(scope: Any, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    """Empty where it is no JSON: the server that gets it says so."""
-    try:
-        told = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-async def _body(scope: Any, receive: Any) -> bytes | None:
-    """None: the client left before it was whole. Raises ApiError."""
-    length = _header(scope, b"content-length")
-    if scope["method"] not in ("GET", "HEAD") and not length.isdigit():
-        raise ApiError(411, "Content-Length is needed")
-    if length.isdigit() and int(length) > MOST_BODY_BYTES:
-        raise ApiError(413, f"a body of {length} bytes; the limit is {MOST_BODY_BYTES}")
-    parts = [part async for part in _parts(receive)]
-    return None if None in parts else b"".join(part for part in parts if part is not None)
-
-
-async def _parts(receive: Any) -> AsyncIterator[bytes | None]:
-    while True:
-        event = await receive()
-        if event["type"] != "http.request":
-            yield None
-            return
-        yield event.get("body", b"")
-        if not event.get("more_body"):
-            return
-
-
-async def _gone(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

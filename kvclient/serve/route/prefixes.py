@@ -87,11 +87,13 @@ def _prompt(body: dict[str, Any]) -> bytes:
 
 
 def _leaves(content: Any) -> Iterable[str]:
-    if isinstance(content, dict):
-        for name in sorted(content, key=lambda name: (name != "role", name)):
-            yield from _leaves(content[name])
-    elif isinstance(content, list):
-        for part in content:
-            yield from _leaves(part)
-    elif content is not None:
-        yield str(content)
+    left = [content]
+    while left:  # as deep as it may be
+        part = left.pop()
+        if isinstance(part, dict):
+            names = sorted(part, key=lambda name: (name != "role", name), reverse=True)
+            left += [part[name] for name in names]
+        elif isinstance(part, list):
+            left += reversed(part)
+        elif part is not None:
+            yield str(part)

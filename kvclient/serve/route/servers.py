@@ -53,10 +53,10 @@ class Server:
         self.host, self.port = parts.hostname, parts.port or 80
         self.load = Load(f"{self.host}:{self.port}")
 
-    async def connection(self) -> Exchange:
-        """To be given back with done(). Raises ServerLost."""
+    async def connection(self, fresh: bool = False) -> Exchange:
+        """To be given back with done(). fresh: a new one. Raises ServerLost."""
         now = time.monotonic()
-        while self._idle:
+        while self._idle and not fresh:
             since, exchange = self._idle.pop()
             if now - since < IDLE_S and not exchange.stale:
                 self._open.add(exchange)
