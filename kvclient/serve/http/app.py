@@ -106,6 +106,25 @@ class Reading:
             self._waiting -= 1
 
 
+class Shared:
+    """What a store is asked, on a thread: one that stands still keeps nobody waiting but who asks that, and
+    who asks meanwhile hears the same.
+    """
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask = ask
+        self._asked: asyncio.Task[Any] | None = None
+
+    async def __call__(self) -> Any:
+        if self._asked is None:
+            self._asked = asyncio.create_task(asyncio.to_thread(self._ask))
+            self._asked.add_done_callback(self._heard)
+        return await asyncio.shield(self._asked)
+
+    def _heard(self, _: Any) -> None:
+        self._asked = None
+
+
 def _figures(app: FastAPI, asking: Asking, Salt: Any, version: str) -> None:
     """The page, the model and what it did."""
 
@@ -131,9 +150,11 @@ def _figures(app: FastAPI, asking: Asking, Salt: Any, version: str) -> None:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(prometheus(asking.loop.stats()), media_type="text/plain; version=0.0.4")
 
+    of_store = Shared(asking.store_stats)
+
     @app.get("/v1/stats")
     async def stats(_: Salt) -> dict[str, Any]:
-        return {**asking.loop.stats(), "store": asking.store_stats()}
+        return {**asking.loop.stats(), "store": await of_store()}
 
     @app.get("/v1/models")
     async def models(_: Salt) -> dict[str, Any]:
@@ -216,7 +237,8 @@ def _ahead(app: FastAPI, asking: Asking, Salt: Any, reading: Reading) -> None:
     def add(path: str, Asked: Any, asks: Callable[[Asking, Any], list[Ask]]) -> None:
         @app.post(f"/v1/held/{path}")
         async def _(asked: Asked, request: Request, salt: Salt) -> dict[str, int]:
-            return asking.held((await reading(request, lambda by: asks(by, asked)))[0], salt)
+            ask = (await reading(request, lambda by: asks(by, asked)))[0]
+            return await asyncio.to_thread(asking.held, ask, salt)
 
         @app.post(f"/v1/prefill/{path}")
         async def _(asked: Asked, request: Request, salt: Salt) -> Response:
