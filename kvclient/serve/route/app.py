@@ -148,8 +148,9 @@ class Router:
         return [server for server in able if not server.prefills] or able
 
     async def _prefill(
-        self, load: Load, model: str | None, pieces: list[bytes], matched: Counter[str], scope: Any, body: bytes
-    ) -> None:
+        self, load: Load, model: str | None, pieces: list[bytes], matched: Counter[str], scope: Any,
+        body: bytes,
+    ) -> None:  # fmt: skip
         """Has the prompt computed elsewhere, where there is such a server and so much of it is missing."""
         path, held = scope["raw_path"], matched.get(load.store, 0)
         if not worth(path, len(pieces), held, self._prefill_bytes):

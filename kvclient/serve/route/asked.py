@@ -1,7 +1,7 @@
 """What a client asks of the router: its body, its headers, and whom it is for.
 
-Owns the reading and its bounds. Never answers. Invariant: whatever a body holds, reading it fails with nothing
-but an ApiError: what is wrong with it is said by the server that gets it.
+Owns the reading and its bounds. Never answers. Invariant: whatever a body holds, reading it fails with
+nothing but an ApiError: what is wrong with it is said by the server that gets it.
 """
 
 from __future__ import annotations

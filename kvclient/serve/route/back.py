@@ -1,7 +1,7 @@
 """The way back to a client of the router.
 
-Owns what was sent to it. Never reads an answer but for where an event of a stream ends. Invariant: of a stream
-whole events go back, so what is said where its server dies is an event by itself.
+Owns what was sent to it. Never reads an answer but for where an event of a stream ends. Invariant: of a
+stream whole events go back, so what is said where its server dies is an event by itself.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ async def playing(model, said=lambda path: b"", most=1 << 30, up=True):
         writer.close()
 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-    server = Server("http://127.0.0.1:%d" % listening.sockets[0].getsockname()[1])
+    server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
     server.up, server.model, server.load.store, server.asked = up, model, model, asked
     async with listening:
         yield server

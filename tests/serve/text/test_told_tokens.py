@@ -126,7 +126,7 @@ def test_the_least_share_has_the_most_likely_token(top_p):
 
 def test_penalties_and_biases_are_those_of_each_token():
     """Told of all of them at once: one by one a thousand took as long as a row of a step."""
-    wanted = Sampling(temperature=0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: -7.0, 9: 2.0})
+    wanted = Sampling(0.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: -7.0, 9: 2.0})
     sampler, logits = Sampler(wanted, []), torch.linspace(0, 1, 12)
     for token in (3, 5, 5, 11):
         sampler.take(token, logits)
