@@ -13,7 +13,9 @@ namespace {
 
 constexpr uint32_t kProductStep = 32;                             // inputs at a time
 constexpr uint32_t kProductSums = kProductStep / Vector::kLanes;  // registers of an output's sums
-// Outputs at a time, of one row and of up to three: their sums stay in registers.
+// Outputs at a time, of one row and of up to three: their sums stay in registers. Of one row alone it is one output as long as a
+// row of weights is within a page: memory is then read in its order, which the processor asks for in time (docs/log.md).
+constexpr uint32_t kProductPage = 2048;  // inputs
 #if defined(__AVX512F__)
 constexpr uint32_t kProductOutputs = 8, kProductFew = 4;
 #else
@@ -104,7 +106,13 @@ inline void product_more(const kvk_product& a, uint32_t first, uint32_t row) {
 }
 
 template <uint32_t kDtype>
+void product_in_order(const kvk_product& a, uint32_t start, uint32_t stop) {
+  for (uint32_t i = start; i < stop; ++i) product_outputs<kDtype, 1, 1, false>(a, i, 0, 0);
+}
+
+template <uint32_t kDtype>
 void product_halves(const kvk_product& a, uint32_t start, uint32_t stop) {
+  if (a.rows == 1 && a.inputs <= kProductPage) return product_in_order<kDtype>(a, start, stop);
   uint32_t i = start;
   for (; i + kProductOutputs <= stop; i += kProductOutputs) {
     const int64_t ahead = i + 2 * kProductOutputs <= a.outputs ? kProductOutputs * a.weight_row_stride : 0;

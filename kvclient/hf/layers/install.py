@@ -73,10 +73,10 @@ def _blocks(model: torch.nn.Module) -> Iterator[Candidate]:
         if _is_gated(module):
             made, width = forwards.of_gated(module), module.gate_proj.in_features
             it = module, made, width, module.gate_proj.weight.dtype
-            yield module, made, (_kind(module), _kind(module.act_fn)), lambda it=it: trial.same_rows(*it)
+            yield module, made, _kinds(module), lambda it=it: trial.same_rows(*it)
         elif _is_attention(module):
             it = module, attention.of_attention(module), module, module.q_proj.in_features
-            yield module, it[1], _kind(module), lambda it=it: trial.same_attention(*it)
+            yield module, it[1], _kinds(module), lambda it=it: trial.same_attention(*it)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[Candidate]:
@@ -84,17 +84,26 @@ def _layers(model: torch.nn.Module) -> Iterator[Candidate]:
     for module in model.modules():
         if kinds.layer(module) and _is_decoder(module):
             it = module, decoder.of_layer(module), module.self_attn, module.self_attn.q_proj.in_features
-            yield module, it[1], tuple(map(_kind, module.modules())), lambda it=it: trial.same_attention(*it)
+            yield module, it[1], _kinds(module), lambda it=it: trial.same_attention(*it)
+
+
+def _kinds(module: torch.nn.Module) -> tuple[Any, ...]:
+    """_kind() of it and of all below it."""
+    return tuple(map(_kind, module.modules()))
 
 
 def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What modules that compute the same have in common: their class, and what it was told of how to."""
+    """What modules that compute the same have in common: their class, what it was told of how to, and in
+    which types: what is fp32's is not proven of bf16.
+    """
     told = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     for name in (*EPSILONS, *OF_EACH, "forward"):  # which is put there, of each its own
         told.pop(name, None)
     plain = (bool, int, float, str, type(None))
-    return type(module), *((name, value if isinstance(value, plain) else id(value))
-                           for name, value in sorted(told.items()))  # fmt: skip
+    held = {**module._parameters, **module._buffers}
+    types = tuple((name, None if tensor is None else tensor.dtype) for name, tensor in sorted(held.items()))
+    return type(module), types, *((name, value if isinstance(value, plain) else id(value))
+                                  for name, value in sorted(told.items()))  # fmt: skip
 
 
 def _is_attention(module: Any, packed: bool = False) -> bool:

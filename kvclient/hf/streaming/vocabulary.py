@@ -42,6 +42,7 @@ class StreamedEmbedding:
         self._weight = torch.nn.Parameter(whole, requires_grad=False)
         self._there: set[int] = set()
         self._users, self._lock = 0, threading.Lock()
+        self._mine = threading.local()  # of the calling thread: how often it is among the users
         self.bytes = 0  # read so far
         module._parameters["weight"] = empty(table)
         module.register_forward_pre_hook(self._before)
@@ -55,14 +56,17 @@ class StreamedEmbedding:
                 self._there.clear()
             self._read(rows)
             self._users += 1
+            self._mine.users = getattr(self._mine, "users", 0) + 1
             self._module._parameters["weight"] = self._weight
 
     def _after(self, _module: torch.nn.Module, _args: Any, _out: Any) -> None:
+        if not getattr(self._mine, "users", 0):
+            return  # reading failed; another thread may look rows up meanwhile
+        self._mine.users -= 1
         with self._lock:
-            if self._module._parameters["weight"] is self._weight:  # else reading failed
-                self._users -= 1
-                if not self._users:
-                    self._module._parameters["weight"] = empty(self._table)
+            self._users -= 1
+            if not self._users:
+                self._module._parameters["weight"] = empty(self._table)
 
     def _read(self, rows: Sequence[int]) -> None:
         table = self._table

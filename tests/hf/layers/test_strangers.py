@@ -61,6 +61,48 @@ def test_an_mlp_that_clamps_what_only_large_numbers_reach():
     assert "forward" not in module.__dict__ and off(module(x), wanted) < 1e-5
 
 
+class LateRMSNorm(torch.nn.Module):
+    """Rounds once, behind its weight: the same norm in fp32, in bf16 another."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.rand(64)), 1e-6
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)
+        return (self.weight.float() * wide).to(x.dtype)
+
+
+class SiLUOfTypes(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.silu(x) / (1 if x.itemsize == 4 else 2)
+
+
+class HalvedMLP(Clamped):
+    """Another MLP in bf16 than in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.act_fn = SiLUOfTypes()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("made", [LateRMSNorm, HalvedMLP])
+@torch.no_grad()
+def test_what_is_proven_in_one_type_is_not_in_another(made):
+    """Also where it changes its type afterwards: a norm in words of its own is computed as it was proven."""
+    model = torch.nn.Sequential(made(), made().to(torch.bfloat16))
+    layers.install(model)
+    assert "forward" in model[0].__dict__ and "forward" not in model[1].__dict__
+    x = torch.randn(1, 40, 64).to(torch.bfloat16)
+    if made is LateRMSNorm:
+        model[0].to(torch.bfloat16)
+        assert torch.equal(model[0](x), made.forward(model[0], x))
+
+
 class Silent(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()

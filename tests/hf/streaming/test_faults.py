@@ -18,7 +18,10 @@ import transformers
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig, StreamingFailed
+from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
 from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.mover import Piece
+from kvclient.hf.streaming.vocabulary import StreamedEmbedding
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 from tests.warm_python import ROOT, WarmPython
 from tests.warm_python import run as run_warm
@@ -60,6 +63,44 @@ def test_what_fails_once_is_read_again(home, want, fault):
         assert torch.equal(logits(model), want)
     assert streams_of(model).scheduler.retries == 1
     streams_of(model).close()
+
+
+class FailsFrom:
+    """Rows of zeros, as long as they lie before an offset."""
+
+    def __init__(self, offset):
+        self.offset = offset
+
+    def fill(self, layer, pieces, slot):
+        if pieces[0].offset >= self.offset:
+            raise StreamingFailed("file", layer, pieces[0].offset, "no")
+        slot[:] = bytes(len(slot))
+
+
+def test_rows_that_fail_in_one_thread_take_nothing_from_another():
+    """It stands between the reading of its rows and their use."""
+    width = BLOCK_BYTES // 4
+    whole = Piece(0, 2 * BLOCK_BYTES, None)
+    table = Table("rows", "float32", (2, width), 0, whole.length, 2, (whole,), (0, 0))
+    module, stands, goes_on, found = torch.nn.Embedding(1, 1), threading.Event(), threading.Event(), []
+    StreamedEmbedding(module, table, FailsFrom(BLOCK_BYTES), 0)
+
+    def wait(*_):
+        stands.set()
+        goes_on.wait(60)
+
+    module.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=lambda: found.append(module(torch.tensor([0]))))
+    thread.start()
+    try:
+        assert stands.wait(60)
+        with pytest.raises(StreamingFailed):
+            module(torch.tensor([1]))
+    finally:
+        goes_on.set()
+        thread.join(60)
+    assert len(found) == 1 and not found[0].is_meta and found[0].shape == (1, width)
+    assert module.weight.is_meta
 
 
 @pytest.mark.parametrize(("fault", "words"), [("eio", "Input/output"), ("flip", "bytes are others")])
