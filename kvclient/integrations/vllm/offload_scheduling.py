@@ -39,6 +39,7 @@ from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
 PENDING = 1
+QUEUE_S = 5.0  # beyond wait_s: how long a request waits while others' blocks are brought and compared
 
 
 class StoredBlocks(LoadStoreSpec):
@@ -77,6 +78,7 @@ class _Request:
     keys: set[OffloadKey] = field(default_factory=set)  # held for it
     missed: set[OffloadKey] = field(default_factory=set)  # found, and not to be had
     waited_until: float | None = None
+    verified_until: float | None = None
 
 
 class KvstoredManager(OffloadingManager):
@@ -115,6 +117,9 @@ class KvstoredManager(OffloadingManager):
             if key in request.missed:
                 return LookupResult.MISS
             if key in self._verifying:
+                if request.verified_until is not None and time.monotonic() >= request.verified_until:
+                    request.missed.add(key)
+                    return LookupResult.MISS
                 self._verifying[key].add(req_context.req_id)
                 return LookupResult.RETRY
             held_now = len(self._held) + len(self._leaving)
@@ -125,6 +130,8 @@ class KvstoredManager(OffloadingManager):
         if state not in (RESIDENT, ON_DISK) or full:
             return LookupResult.MISS
         self._wanted.setdefault(key, set()).add(req_context.req_id)
+        if request.verified_until is None:
+            request.verified_until = time.monotonic() + self._wait_s + QUEUE_S
         return LookupResult.RETRY
 
     def _state(self, key: OffloadKey) -> int:

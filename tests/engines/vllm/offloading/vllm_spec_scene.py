@@ -9,9 +9,12 @@ Asserts for itself. What only the test can do is asked for by a line NEED … an
 import os
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -26,6 +29,7 @@ from vllm.v1.kv_offload.config import (
 import kvclient
 from kvclient.integrations.health import Health
 from kvclient.integrations.pages import MISSING, Pages
+from kvclient.integrations.vllm import offload_scheduling
 from kvclient.integrations.vllm.offload_naming import OffloadNames
 from kvclient.integrations.vllm.offload_scheduling import KvstoredManager, log
 
@@ -54,9 +58,9 @@ def names(config=CONFIG, seed=None, whole_rows=False, **options):
     return made
 
 
-def manager(naming, max_held=100, lease_s=30.0):
+def manager(naming, max_held=100, lease_s=30.0, wait_s=0.5):
     client = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
-    return KvstoredManager(client, naming, 0.5, 0.0, lease_s, max_held, events=True)
+    return KvstoredManager(client, naming, wait_s, 0.0, lease_s, max_held, events=True)
 
 
 def step(offloading, new=(), preempted=()):
@@ -256,7 +260,30 @@ def what_was_being_loaded_at_a_reset_is_found_and_held_no_more():
     assert client.stats()["pins"] == 0
 
 
+def a_request_does_not_wait_for_ever_behind_others_blocks():
+    """They are brought and compared one batch after another: behind a slow disk it is computed instead."""
+    naming = names(model_version="queue")
+    put(naming)
+    go_on = threading.Event()
+    with patch.object(offload_scheduling, "QUEUE_S", 0.2):
+        offloading = manager(naming, wait_s=0.0)
+        offloading._pool.submit(go_on.wait)
+        found, deadline = [LookupResult.RETRY], time.monotonic() + 60
+        while LookupResult.RETRY in found:
+            assert time.monotonic() < deadline, "it still waits"
+            found = [offloading.lookup(key, CONTEXT) for key in KEYS]
+            step(offloading)
+    assert found == [LookupResult.MISS] * len(KEYS)
+    go_on.set()
+    assert answers(offloading, KEYS, "another") == [True] * len(KEYS)
+    for request in (CONTEXT, ReqContext(req_id="another")):
+        offloading.on_request_finished(request)
+    assert client.stats()["pins"] == 0
+    offloading.shutdown()
+
+
 what_differs_in_one_thing_misses()
+a_request_does_not_wait_for_ever_behind_others_blocks()
 what_was_computed_before_a_reset_is_not_stored_behind_it()
 what_was_being_loaded_at_a_reset_is_found_and_held_no_more()
 an_engines_weights_are_those_of_its_revision()
