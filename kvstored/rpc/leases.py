@@ -8,8 +8,9 @@ unsealed block behind; memory is not given back while a native write into it is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,22 @@ class Held:
     length_bytes: int
     written: Written
     writing: int = 0  # native writes in progress
+    sealing: bool = False  # nobody else writes into it, seals or aborts it
+
+    @property
+    def busy(self) -> bool:
+        return self.sealing or self.writing > 0
+
+
+@contextlib.contextmanager
+def sealing(blocks: list[Held]) -> Iterator[None]:
+    for held in blocks:
+        held.sealing = True
+    try:
+        yield
+    finally:
+        for held in blocks:
+            held.sealing = False
 
 
 @dataclass

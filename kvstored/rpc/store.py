@@ -16,7 +16,7 @@ import grpc
 
 from kvstored.access.authorization import Door
 from kvstored.access.quota import Bound
-from kvstored.errors import InvalidArgument, NotFound
+from kvstored.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvstored.rpc.calls import (
     CHUNK_BYTES,
     KEY_BYTES,
@@ -30,7 +30,7 @@ from kvstored.rpc.calls import (
     streamed,
 )
 from kvstored.rpc.layouts import Layouts, layer_ranges, layers_bytes
-from kvstored.rpc.leases import Held, Lease, Leases
+from kvstored.rpc.leases import Held, Lease, Leases, sealing
 from kvstored.rpc.written import Written
 from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 
@@ -218,6 +218,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
             # Between two pieces the lease may have ended or the block been sealed: look again, every time.
             if lease.ended or lease.blocks.get(held.key) is not held:
                 raise NotFound("the lease no longer holds this block")
+            if held.sealing:
+                raise FailedPrecondition("a Seal of this block is under way")
             self._leases.renew(lease)
             start = functools.partial(
                 self._threads.run,
@@ -245,25 +247,25 @@ class StoreService(store_pb2_grpc.StoreServicer):
     @answered
     async def Seal(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         lease = self._lease(context, request)
-        packed(request.keys)
-        asked = dict.fromkeys(request.keys) if request.keys else list(lease.blocks)
-        ready = [held for key in asked if (held := lease.blocks.get(key)) is not None and not held.writing]
+        ready = self._ready(lease, request.keys)
         for number, held in enumerate(ready):
             if not request.zero_rest and (missing := held.written.missing()):
                 raise InvalidArgument(
                     f"block {number} of {len(ready)}: layers {missing} were not written whole: "
                     "write them, abort the block, or seal with zero_rest"
                 )
-        for held in ready:
-            await self._zero_rest(lease, held)
-        return store_pb2.SealResponse(results=self._end_blocks(lease, request.keys, lease.store.seal))
+        with sealing(ready):
+            for held in ready:
+                await self._zero_rest(lease, held)
+        results = self._end_blocks(lease, request.keys, ready, lease.store.seal)
+        return store_pb2.SealResponse(results=results)
 
     async def _zero_rest(self, lease: Lease, held: Held) -> None:
         """What was not written shows nothing of the block before."""
         for begin, end in held.written.gaps():
             for offset in range(begin, end, CHUNK_BYTES):
-                if lease.ended or lease.blocks.get(held.key) is not held:
-                    return  # it is sealed or given up meanwhile
+                if lease.ended:
+                    return  # it is given up meanwhile
                 zeros = bytes(min(CHUNK_BYTES, end - offset))
                 start = functools.partial(self._threads.run, lease.store.write, held.handle, offset, zeros)
                 await self._leases.write(lease, held, start)
@@ -271,7 +273,9 @@ class StoreService(store_pb2_grpc.StoreServicer):
     @answered
     async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         lease = self._lease(context, request)
-        return store_pb2.AbortResponse(results=self._end_blocks(lease, request.keys, lease.store.abort))
+        ready = self._ready(lease, request.keys)
+        results = self._end_blocks(lease, request.keys, ready, lease.store.abort)
+        return store_pb2.AbortResponse(results=results)
 
     @answered
     async def KeepAlive(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -289,12 +293,18 @@ class StoreService(store_pb2_grpc.StoreServicer):
             return block_pb2.Lease()
         return block_pb2.Lease(id=lease.id, remaining_ms=self._leases.remaining_ms(lease))
 
-    def _end_blocks(self, lease: Lease, keys: Any, end: Callable[[int, list[Any]], Any]) -> list[Any]:
-        """Seals or aborts the keys, or all. A block being written at this moment is refused, not waited
-        for."""
+    def _ready(self, lease: Lease, keys: Any) -> list[Held]:
+        """The blocks of these keys, or all, that can be ended: one being written at this moment is refused,
+        not waited for."""
         packed(keys)
+        asked = dict.fromkeys(keys) if keys else list(lease.blocks)
+        return [held for key in asked if (held := lease.blocks.get(key)) is not None and not held.busy]
+
+    def _end_blocks(
+        self, lease: Lease, keys: Any, ready: list[Held], end: Callable[[int, list[Any]], Any]
+    ) -> list[Any]:
+        """Seals or aborts those that were found ready, and says of all keys what became of them."""
         asked = list(dict.fromkeys(keys)) if keys else list(lease.blocks)
-        ready = [held for key in asked if (held := lease.blocks.get(key)) is not None and not held.writing]
         answers = dict(
             zip(
                 (held.key for held in ready),

@@ -4,6 +4,11 @@ Method: each part is driven alone; a store is a recorder of the calls it gets.
 """
 
 import asyncio
+import functools
+import os
+import struct
+import threading
+import time
 from types import SimpleNamespace
 
 import grpc
@@ -17,6 +22,7 @@ from kvstored.rpc.leases import Leases
 from kvstored.rpc.store import DISK, MISSING, PENDING, RESIDENT, StoreService
 from kvstored.server import Daemon
 from kvstored.telemetry.metrics_server import MetricsServer
+from kvstored.v1 import store_pb2
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -112,6 +118,8 @@ def test_a_cancelled_call_is_counted():
 class Context:
     """Of a call whose message must not be read."""
 
+    code = None
+
     def invocation_metadata(self):
         return ()
 
@@ -197,3 +205,103 @@ def test_a_scrape_that_fails_is_answered_and_logged(monkeypatch, path):
     assert asyncio.run(scenario()).startswith(b"HTTP/1.1 500 ")
     error = "RuntimeError: can't start new thread"
     assert logged == [("scrape_failed", {"path": path, "error": error})]
+
+
+class Written:
+    """Stands for a store of two blocks, A (1) and B (2). The native write of B's bytes ends while zeros are
+    written into A."""
+
+    def __init__(self):
+        self.sealed, self.zeros = [], []
+        self.b_begins, self.b_may_end = threading.Event(), threading.Event()
+        self.while_zeros = lambda: None
+
+    def layouts(self):
+        blob = struct.pack("<4s9II", b"KVL1", 1, 2, 1, 256, 0, 16, 0, 0, 0, 512)
+        return [{"id": 7, "num_layers": 1, "block_tokens": 16, "blob": blob}]
+
+    def open_owner(self):
+        return 1
+
+    def close_owner(self, owner):
+        pass
+
+    def create(self, owner, keys, *_):
+        return [SimpleNamespace(status=0, handle=number + 1, length_bytes=8192) for number in range(2)]
+
+    def write(self, handle, offset, data):
+        if handle == 2:
+            self.b_begins.set()
+            assert self.b_may_end.wait(60)
+        elif not any(data):
+            self.zeros.append((handle, offset, len(data)))
+            self.while_zeros()
+
+    def seal(self, owner, handles):
+        self.sealed += handles
+        return [False] * len(handles)
+
+
+def sealed_beside_a_write(while_zeros):
+    """Seals A and B with zero_rest while a Write into B is under way; `while_zeros(store, service, lease)`
+    runs on a thread while zeros are written into A. The store, and what the Seal said of both."""
+
+    async def scenario():
+        threads, store = Threads(4), Written()
+        door = SimpleNamespace(admit=lambda *_, **__: ("default", store), user=lambda _: None)
+        leases = Leases(4, 60.0, lambda *_: None)
+        service = StoreService(door, {"default": store}, leases, threads, CallCounts())
+        created = await service.Create(store_pb2.CreateRequest(keys=[A, B], layout_id=7), Context())
+        lease = leases.find("default", created.lease.id)
+        store.while_zeros = functools.partial(while_zeros, store, service, lease, asyncio.get_running_loop())
+
+        async def pieces():
+            yield store_pb2.WriteRequest(lease_id=lease.id, key=B, data=b"x")
+
+        try:
+            async with asyncio.timeout(60):
+                writing = asyncio.ensure_future(service.Write(pieces(), Context()))
+                await asyncio.to_thread(store.b_begins.wait)
+                said = await service.Seal(store_pb2.SealRequest(lease_id=lease.id, zero_rest=True), Context())
+                store.b_may_end.set()
+                await writing
+        finally:
+            store.b_may_end.set()
+            threads.close()
+        return store, [result.status for result in said.results]
+
+    return asyncio.run(scenario())
+
+
+def test_a_block_whose_write_ends_during_a_seal_of_others_is_not_sealed_with_them():
+    """Nobody looked whether all of it was written, and its rest holds the bytes of the block before."""
+
+    def while_zeros(store, service, lease, loop):
+        store.b_may_end.set()
+        end = time.monotonic() + 60
+        while lease.blocks[B].writing and time.monotonic() < end:
+            os.sched_yield()
+
+    store, statuses = sealed_beside_a_write(while_zeros)
+    assert store.zeros == [(1, 0, 8192)]
+    assert store.sealed == [1] and statuses == [store_pb2.EndResult.STATUS_OK, store_pb2.EndResult.STATUS_BUSY]
+
+
+def test_into_a_block_that_is_being_sealed_nothing_is_written():
+    """A Write that was answered would be overwritten by the zeros."""
+    refused = []
+
+    def while_zeros(store, service, lease, loop):
+        async def write():
+            async def piece():
+                yield store_pb2.WriteRequest(lease_id=lease.id, key=A, data=b"x")
+
+            context = Context()
+            await service.Write(piece(), context)
+            return context.code
+
+        refused.append(asyncio.run_coroutine_threadsafe(write(), loop).result(60))
+
+    store, _ = sealed_beside_a_write(while_zeros)
+    assert refused == [grpc.StatusCode.FAILED_PRECONDITION]
+    assert store.zeros == [(1, 0, 8192)] and store.sealed == [1]
