@@ -138,13 +138,16 @@ class Peers:
                 tier.leave(name)
         joined = {}
         for name, at in sorted(wanted.items()):
+            why = "there are as many peers as there may be"
             try:
-                had = [tier.join(name, at.host, at.port) for tier in self._tiers.values()]
+                if all(tier.join(name, at.host, at.port) for tier in self._tiers.values()):
+                    joined[name] = at
+                    continue
             except RuntimeError as error:  # no thread for it; the others are joined all the same
-                log.warning("peer_not_joined", peer=name, why=f"{error}: until the membership changes")
-                continue
-            if all(had):
-                joined[name] = at
+                why = str(error)
+            log.warning("peer_not_joined", peer=name, why=f"{why}: until the membership changes")
+            for tier in self._tiers.values():  # nor where there was room
+                tier.leave(name)
         if self._server:
             self._server.welcome(sorted(joined))
         if joined != self._members:

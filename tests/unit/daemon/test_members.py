@@ -32,7 +32,7 @@ class Tier:
         return True
 
     def leave(self, name):
-        del self.peers[name]
+        self.peers.pop(name, None)
 
 
 @pytest.fixture
@@ -109,6 +109,18 @@ def test_there_are_no_more_than_there_may_be(peers):
     assert len(joined(host, told)) == MAX_PEERS
     with mock.patch("resource.getrlimit", lambda _: (400, 400)):
         assert len(joined(host, told)) == 10, "ten descriptors each, in a quarter of them"
+
+
+@pytest.mark.parametrize("refuses", [False, RuntimeError("no thread")], ids=["no slot", "no thread"])
+def test_who_found_room_in_one_namespace_alone_is_no_peer_in_any(peers, refuses):
+    """It was in no list afterwards, and nobody told that namespace when it left."""
+    host = peers(trusted_network="10.0.0.0/24", listen="10.0.0.1:7400")
+    full = Tier(most=0)
+    if refuses:
+        full.join = mock.Mock(side_effect=refuses)
+    host._tiers = {"default": Tier(), "full": full, "other": Tier()}
+    assert joined(host, {"b": "10.0.0.2:7400"}) == {}
+    assert joined(host, {}) == {} and not host._tiers["other"].peers
 
 
 def test_a_daemon_that_starts_waits_for_its_predecessors_fabric(tmp_path, monkeypatch):
