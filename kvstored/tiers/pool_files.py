@@ -194,7 +194,7 @@ class Sealed:
         return available_bytes()
 
     def held_bytes(self, prefix: str) -> dict[object, int]:
-        return {}
+        return {SEALED: sum(self._keeper.held_bytes(f"{prefix}.{role}") for role in ROLES)}
 
 
 def mark_of(directory: str) -> str:

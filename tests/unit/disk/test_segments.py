@@ -278,6 +278,22 @@ def test_a_tmpfs_without_a_size_gives_what_the_machine_has(world, tmp_path, monk
     assert Named(SHM_DIR).free_bytes("pool") == 8192
 
 
+def test_sealed_memory_that_is_given_up_counts_as_free(world, monkeypatch):
+    """A start with another geometry, or --fresh, was refused for want of the memory that it would give
+    back."""
+    world.config = dataclasses.replace(world.config, pool="memfd")
+    _, (old,) = world.open()
+    os.posix_fallocate(old.pool_fd, 0, GEOMETRY.capacity_bytes)
+    kept = dict(zip((f"{old.prefix}.{role}" for role in ROLES), old.fds, strict=True))
+    given = lambda _: {name: [os.dup(fd)] for name, fd in kept.items()}  # noqa: E731
+    monkeypatch.setattr("kvstored.process.fd_store._given", given)
+    room = sum(os.fstat(fd).st_blocks * 512 for fd in old.fds)
+    monkeypatch.setattr(pool_files, "available_bytes", lambda: GEOMETRY.capacity_bytes + 65536 - room)
+    with pytest.raises(StartupError, match="are needed"):
+        world.open(dataclasses.replace(GEOMETRY, capacity_bytes=2 * GEOMETRY.capacity_bytes))
+    assert adopted(world, fresh=True) == [False] and world.retired == 1
+
+
 def test_session_pages_go_with_their_pool(world):
     segments, (pool,) = world.open()
     page = Path(SHM_DIR) / f"{pool.prefix}.s.0123"
