@@ -17,7 +17,7 @@ SPARE_DESCRIPTORS = 16  # for a few clients and transfers
 SESSION_DESCRIPTORS = 3  # of a session: its socket, its process, its page
 # Of a peer and a namespace, each way: the streams that there always are, and at most, and one that tells.
 PEER_DESCRIPTORS, MOST_PEER_DESCRIPTORS = 2 * (4 + 1), 2 * (16 + 1)
-STRANGERS = 32 + 2  # on the port for peers, and the port itself
+STRANGERS = 2 * 32 + 2  # on the port for peers, those that are shut among them, and the port itself
 
 
 def own_memory_bytes() -> int:

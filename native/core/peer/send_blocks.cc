@@ -52,8 +52,12 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
   for (uint64_t told_ms = moved_ms;;) {
     Block* first = nullptr;
     const uint64_t sent_bytes = sent_.bytes;
-    for (Block& block : blocks)
-      if (!block.done && !advance(block) && !first) first = &block;
+    for (Block& block : blocks) {
+      if (block.done)
+        block.end();  // what was queued of it has been sent
+      else if (!advance(block) && !first)
+        first = &block;
+    }
     const uint64_t now_ms = monotonic_ms();
     if (sent_.bytes != sent_bytes) moved_ms = now_ms;
     if (first && now_ms - told_ms > kSignOfLifeMs) channel_.put(frame(Kind::Waiting, *first), {}), told_ms = now_ms;
@@ -128,34 +132,46 @@ bool BlockSender::advance(Block& block) {
     begin(block);
     if (block.done || !block.job) return block.done;
   }
-  const uint32_t layers = block.layout->num_layers();
-  bool sealed = block.job->sealed;
-  uint32_t ready = layers;
   try {
-    if (!sealed) {
-      sealed = store_.is_sealed(block.job->handle);
-      ready = store_.wait_layers(block.job->handle, 0, 0);
-    }
-    if (window_.truncated()) throw Error(Code::Fenced, "the pool's memory is gone");
+    if (!send_ready(block)) return false;
+    channel_.put(frame(Kind::Whole, block), {});
+    sent_.blocks += 1;
   } catch (const Error&) {
     channel_.put(frame(Kind::Lost, block), {});
-    return block.done = true;
   }
+  if (std::exchange(block.admitted, false)) admission_.end(block.key);
+  return block.done = true;
+}
+
+// True if that was all of it. Throws Error if there is no more of it.
+bool BlockSender::send_ready(Block& block) {
+  check_pool();
+  const uint32_t layers = block.layout->num_layers();
+  const bool sealed = block.job->sealed || store_.is_sealed(block.job->handle);
+  const uint32_t ready = block.job->sealed ? layers : store_.wait_layers(block.job->handle, 0, 0);
   if (ready > block.layers_sent && !block.meta_sent) send_meta(block);
   for (; block.layers_sent < ready; ++block.layers_sent) send_layer(block, block.layers_sent);
   if (!sealed || ready < layers) return false;
   if (!block.job->sealed) send_meta(block);  // its writer may have changed it until the seal
-  channel_.put(frame(Kind::Whole, block), {});
-  sent_.blocks += 1;
-  if (std::exchange(block.admitted, false)) admission_.end(block.key);
-  return block.done = true;
+  return true;
+}
+
+// Where a client has cut the pool there are zeros, whose sum would be right: it is found out by reading them.
+uint32_t BlockSender::sum_of(std::span<const std::byte> bytes) const {
+  const uint32_t crc = crc32c(bytes.data(), bytes.size());
+  check_pool();
+  return crc;
+}
+
+void BlockSender::check_pool() const {
+  if (window_.truncated()) throw Error(Code::Fenced, "the pool's memory is gone");
 }
 
 void BlockSender::send_meta(Block& block) {
   const uint32_t tokens = block.job->shape.tokens;
   const std::span meta(window_.at(block.job->extent.offset + block.layout->meta_offset(tokens)),
                        block.layout->meta_bytes(tokens));
-  const uint32_t crc = crc32c(meta.data(), meta.size());
+  const uint32_t crc = sum_of(meta);
   if (block.meta_sent && crc == block.meta_crc) return;
   block.meta_sent = true, block.meta_crc = crc;
   Frame head = frame(Kind::Meta, block);
@@ -171,7 +187,7 @@ void BlockSender::send_layer(Block& block, uint32_t layer) {
   Frame head = frame(Kind::Layer, block);
   head.layer = layer;
   // The writer's own sum, where it left one: what this host's memory has made of the bytes since is then found out over there.
-  head.payload_crc = block.sums.empty() ? crc32c(bytes.data(), bytes.size()) : block.sums[layer];
+  head.payload_crc = block.sums.empty() ? sum_of(bytes) : block.sums[layer];
   if (layer < from_) return channel_.put_summed(head, {});
   channel_.put_summed(head, bytes);
   sent_.bytes += bytes.size();

@@ -35,6 +35,9 @@ class BlockSender {
   void refer(Block& block, const std::vector<std::string>& instead);
   static void wait_for(Store& store, const Block& block);
   bool advance(Block& block);
+  bool send_ready(Block& block);
+  uint32_t sum_of(std::span<const std::byte> bytes) const;
+  void check_pool() const;
   void send_meta(Block& block);
   void send_layer(Block& block, uint32_t layer);
   Frame frame(Kind kind, const Block& block) const;

@@ -116,12 +116,18 @@ void Server::accept_one() {
     return;
   }
   std::lock_guard lock(mutex_);
-  const auto strangers =
-      static_cast<size_t>(std::count_if(visits_.begin(), visits_.end(), [](const Visit& visit) { return !visit.known; }));
-  if (!allowed(ntohl(from.sin_addr.s_addr)) || visits_.size() >= kMaxVisits || strangers >= kMaxStrangers) {
+  size_t strangers = 0, leaving = 0;
+  Visit* oldest = nullptr;
+  for (Visit& visit : visits_) {
+    if (visit.known) continue;
+    if (!visit.outdated && !oldest) oldest = &visit;
+    strangers += 1, leaving += visit.outdated;
+  }
+  if (!allowed(ntohl(from.sin_addr.s_addr)) || visits_.size() >= kMaxVisits || leaving >= kMaxStrangers) {
     refused_ += 1;
     return;
   }
+  if (strangers - leaving >= kMaxStrangers) oldest->outdated = true, oldest->channel.cut();  // it says nothing; this one may
   Visit& visit = visits_.emplace_back(std::move(socket));
   try {
     visit.thread = std::thread([this, &visit] { serve(visit); });

@@ -21,7 +21,8 @@ LEADS_ON = {
     "BlockReceiver::fetch": "Kind::Fetch",
     "Server::answer": "sender.answer",
     "BlockSender::answer": "advance",
-    "BlockSender::advance": "layers",
+    "BlockSender::advance": "send_ready",
+    "BlockSender::send_ready": "wait_layers",
     "BlockWriter::mark_layer": "progress",
     "BlockReceiver::take_layer": "mark",
 }
