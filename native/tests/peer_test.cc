@@ -251,6 +251,57 @@ TEST(a_block_that_is_told_of_and_gone_at_once_is_waited_for_no_more) {
   accepting.join();
 }
 
+namespace {
+// While it lives no thread can be had, for no memory is as large as its stack would be.
+struct NoThreads {
+  NoThreads() {
+    pthread_attr_t none;
+    KV_INVARIANT(::pthread_getattr_default_np(&usual) == 0 && ::pthread_attr_init(&none) == 0);
+    KV_INVARIANT(::pthread_attr_setstacksize(&none, size_t{1} << 46) == 0 && ::pthread_setattr_default_np(&none) == 0);
+  }
+  ~NoThreads() { KV_INVARIANT(::pthread_setattr_default_np(&usual) == 0); }
+  pthread_attr_t usual;
+};
+}  // namespace
+
+// Fails if a start that found no thread cannot be taken back: the daemon ended by a signal, or with its pool still held.
+TEST(a_tier_that_found_no_thread_at_its_start_ends) {
+  Host here;
+  auto tier = std::make_unique<peer::Tier>(*here.store, "b", kSalt, std::vector<peer::Tier::Address>{{"a", "127.0.0.1", 1}});
+  bool refused = false, ended = true;
+  try {
+    const NoThreads none;
+    tier->start();
+  } catch (const std::system_error&) {
+    refused = true;
+  }
+  CHECK(refused);
+  try {
+    tier->stop();
+  } catch (const std::system_error&) {
+    ended = false;
+  }
+  CHECK(ended);
+  CHECK(promote(here, 1) == Presence::Missing);
+}
+
+// Fails if a block for which there is no memory is asked for again by each look: all of it came, to nowhere, over and over.
+TEST(what_finds_no_memory_here_is_a_miss_and_not_fetched_again_at_once) {
+  Host here, there;
+  CHECK(there.fill(1) == Grant::Granted);
+  auto server = serve(there);
+  auto tier = tier_of(here, server->port());
+  here.store->attach_peers(tier.get());
+  CHECK(eventually([&] { return tier->stats()[0].held == 1; }));
+  for (uint64_t i = 10; here.create(i, kPages).status == Grant::Granted; ++i) continue;
+  CHECK(promote(here, 1) == Presence::Pending);
+  CHECK(eventually([&] { return tier->stats()[0].in_flight + tier->stats()[0].queued == 0; }));
+  CHECK_EQ(tier->stats()[0].no_space, 1u);
+  CHECK_EQ(tier->stats()[0].needless, 0u);
+  here.store->attach_peers(nullptr);
+  tier->stop();
+}
+
 // Fails if one for which there was no thread is asked all the same: what waits in its queue waits for ever.
 TEST(who_joins_while_no_thread_is_to_be_had_joins_with_the_next_word) {
   Host here, there;
@@ -260,16 +311,13 @@ TEST(who_joins_while_no_thread_is_to_be_had_joins_with_the_next_word) {
   tier->start();
   here.store->attach_peers(tier.get());
   const peer::Tier::Address at{"a", "127.0.0.1", server->port()};
-  pthread_attr_t usual, none;
-  KV_INVARIANT(::pthread_getattr_default_np(&usual) == 0 && ::pthread_attr_init(&none) == 0);
-  KV_INVARIANT(::pthread_attr_setstacksize(&none, size_t{1} << 46) == 0 && ::pthread_setattr_default_np(&none) == 0);
   bool refused = false;
   try {
+    const NoThreads none;
     tier->join(at);
   } catch (const std::system_error&) {
     refused = true;
   }
-  KV_INVARIANT(::pthread_setattr_default_np(&usual) == 0);
   CHECK(refused);
   CHECK(promote(here, 1) == Presence::Missing);
   CHECK(tier->join(at));

@@ -163,10 +163,12 @@ void BlockReceiver::create_headed() {
       for (size_t i = 0; i < items.size(); ++i) {
         Item& landing = *headed_[first + i];
         landing.created = granted[i].status == Grant::Granted;
+        if (granted[i].status == Grant::NoSpace) landing.unwanted = Outcome::NoSpace;
         landing.handle = granted[i].handle, landing.extent = granted[i].extent;
       }
     } catch (const Error&) {
       // Fenced, or draining: its bytes pass by.
+      for (size_t i = first; i < last; ++i) headed_[i]->unwanted = Outcome::NoSpace;
     }
   }
   headed_.clear();
@@ -246,7 +248,7 @@ void BlockReceiver::mark() {
 void BlockReceiver::take_whole(Item& landing) {
   if (!landing.headed || !landing.meta || landing.next != landing.sums.size()) malformed("a block that is not whole");
   if (to_mark_ == &landing) to_mark_ = nullptr;  // its seal says more
-  if (!landing.created) return give_up(landing, Outcome::Needless);
+  if (!landing.created) return give_up(landing, landing.unwanted);
   const uint64_t at = landing.layout->checksums_offset(landing.tokens);
   std::byte* to = window_.at(landing.extent.offset + at);
   std::memset(to, 0, landing.layout->meta_offset(landing.tokens) - at);

@@ -48,7 +48,7 @@ class Parked {
 // Of an Over. Throws Broken.
 void take_over(Channel& channel, const Frame& head, Quarantine& loans);
 
-enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Unknown, Failed, Busy };
+enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Failed, Busy };
 
 class BlockReceiver {
  public:
@@ -73,7 +73,8 @@ class BlockReceiver {
  private:
   struct Item : Landing {
     Outcome outcome = Outcome::Open;
-    bool whole = false;  // and to be sealed
+    Outcome unwanted = Outcome::Needless;  // why it has no memory here
+    bool whole = false;                    // and to be sealed
     BlockHead head{};
     uint16_t number = 0;
   };

@@ -30,7 +30,7 @@ void BlockReceiver::take_offer(const Frame& head, Item& landing) {
     room.loan = landing.loan = loans_->lend(landing.key, landing.handle, epoch_);
   }
   answer(Kind::Room, landing, 0, bytes_of(room));
-  if (!landing.created) give_up(landing, Outcome::Needless);
+  if (!landing.created) give_up(landing, landing.unwanted);
 }
 
 void BlockReceiver::take_placed(Item& landing) {

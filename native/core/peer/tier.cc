@@ -82,7 +82,7 @@ void Tier::stop() {
       if (stream.thread.joinable()) stream.thread.join();
     if (peer->watch.thread.joinable()) peer->watch.thread.join();
   }
-  care_thread_.join();
+  if (care_thread_.joinable()) care_thread_.join();  // else it never began
   store_.end_session(owner_);
 }
 
