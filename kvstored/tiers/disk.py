@@ -53,7 +53,7 @@ class Tier:
         try:
             self.directories.open(number)
             engine = self.native.open(number)
-        except (StartupError, StoreError, OSError) as why:
+        except (StartupError, StoreError, OSError, RuntimeError) as why:  # the last: no thread is to be had
             error = why
         with self._changing:
             self._silent.remove(path)
@@ -88,7 +88,10 @@ class Tier:
         self._begun = True
         for path in self._engines:
             self._tell(path)
-        self.native.begin()
+        try:
+            self.native.begin()
+        except RuntimeError as why:  # no thread for it: nobody else would say that nothing is found or written
+            self.errors.update(dict.fromkeys(self._engines, why))
 
     def _tell(self, path: str) -> None:
         engine = self._engines[path]

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,3 +85,26 @@ def test_a_bound_on_what_is_written_a_day_is_never_none(tmp_path, monkeypatch):
         with pytest.raises(StartupError, match="enough"):
             disk.Tiers(config, {"a": None, "b": None}, ())
     assert bounds == [0, 1, 5 << 19]
+
+
+@pytest.mark.parametrize("step", ["open", "begin"])
+def test_a_disk_for_which_there_is_no_thread_is_told_as_failed(tmp_path, step):
+    """It was said not to answer, or, where all had answered, nothing was said; and nothing was found there."""
+
+    def refused(*_):
+        raise RuntimeError("can't start new thread")
+
+    class Native:
+        begin = open = lambda *_: SimpleNamespace(name="threads", reason="")
+        conditions = stop = lambda self: []
+
+    setattr(Native, step, refused)
+    directories = Directories([str(tmp_path / "blocks")], "default")
+    tier = disk.Tier(Native(), directories, "default", "in_place", lambda: None)
+    try:
+        assert tier.answered.wait(60)
+        tier.start()
+        ((state, text),) = tier.conditions()
+        assert state == "disk_failed" and "can't start new thread" in text
+    finally:
+        tier.close()
