@@ -53,6 +53,24 @@ TEST(hosts_that_come_and_go_and_slow_links_cost_no_more_than_time) {
   CHECK(seen.asks_per_lookup() < 4);
 }
 
+// Fails if a table that is as large as it may be is full for ever as soon as half of it was used, whatever has gone since: of
+// three hosts with 240,000 blocks each nobody's silence proved anything any more, and each word went through a whole shard.
+TEST(a_directory_that_cannot_grow_has_room_for_others_where_blocks_went) {
+  constexpr uint64_t kMany = 720'000, kPeers = 3;
+  peer::Directory directory;
+  for (size_t peer = 0; peer < kPeers; ++peer) directory.completed(peer);
+  for (uint64_t i = 0; i < kMany && directory.complete() == 7; ++i) {
+    directory.tell(i % kPeers, mark_of(key(i), true));
+    for (uint64_t gone = 1; gone <= 3; ++gone)
+      for (const bool there : {true, false}) directory.tell(i % kPeers, mark_of(key(gone * kMany + i), there));
+  }
+  CHECK_EQ(directory.complete(), 7u);
+  for (size_t peer = 0; peer < kPeers; ++peer) CHECK_EQ(directory.held(peer), kMany / kPeers);
+  for (uint64_t i = 0; i < kMany; i += 1000) CHECK_EQ(directory.holders(key(i)), uint64_t{1} << i % kPeers);
+  directory.forget(0);
+  for (uint64_t i = 0; i < kMany; i += 1000) CHECK_EQ(directory.holders(key(i)), i % kPeers ? uint64_t{1} << i % kPeers : 0u);
+}
+
 TEST(a_directory_knows_what_it_was_told_and_forgets_one_peer) {
   peer::Directory directory;
   constexpr uint64_t kMany = 20'000;

@@ -12,18 +12,17 @@ Directory::Slot* Directory::find(std::vector<Slot>& slots, uint64_t mark) {
   }
 }
 
-// Marks of blocks that have gone from everywhere are left out when the table is made anew, larger if many are left.
+// Marks of blocks that have gone from everywhere are left out when the table is made anew, larger if many are left. Of the
+// largest one half is used, and it is made anew only if an eighth of that has gone: not at every word.
 bool Directory::make_room(Shard& shard) {
   if (2 * (shard.used + 1) <= shard.slots.size()) return true;
-  size_t alive = 0;
-  for (const Slot& slot : shard.slots) alive += slot.peers != 0;
   size_t wanted = shard.slots.size();
-  if (4 * alive > wanted) wanted *= 2;
-  if (wanted > kMostSlots) return false;
+  if (4 * shard.alive > wanted && wanted < kMostSlots) wanted *= 2;
+  if (16 * shard.alive > 7 * wanted) return false;
   std::vector<Slot> fresh(wanted);
   for (const Slot& slot : shard.slots)
     if (slot.peers) *find(fresh, slot.mark) = slot;
-  shard.slots = std::move(fresh), shard.used = alive;
+  shard.slots = std::move(fresh), shard.used = shard.alive;
   return true;
 }
 
@@ -34,7 +33,10 @@ void Directory::forget(size_t peer) {
   overfull_.fetch_and(~bit, std::memory_order_relaxed);
   for (Shard& shard : shards_) {
     std::lock_guard lock(shard.mutex);
-    for (Slot& slot : shard.slots) slot.peers &= ~bit;
+    for (Slot& slot : shard.slots) {
+      shard.alive -= slot.peers == bit;
+      slot.peers &= ~bit;
+    }
   }
   held_[peer].store(0, std::memory_order_relaxed);
 }
@@ -51,6 +53,7 @@ void Directory::tell(size_t peer, uint64_t mark) {
     const bool known = slot->mark == mark && slot->peers & bit;
     if (there == known) return;
     if (!there) {
+      shard.alive -= slot->peers == bit;
       slot->peers &= ~bit;
       held_[peer].fetch_sub(1, std::memory_order_relaxed);
       return;
@@ -59,6 +62,7 @@ void Directory::tell(size_t peer, uint64_t mark) {
     if (!full) {
       slot = find(shard.slots, mark);
       if (slot->mark != mark) *slot = {mark, 0}, shard.used += 1;
+      shard.alive += slot->peers == 0;
       slot->peers |= bit;
       held_[peer].fetch_add(1, std::memory_order_relaxed);
     }

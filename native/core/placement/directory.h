@@ -39,7 +39,7 @@ class Directory {
   struct Shard {
     mutable std::mutex mutex;
     std::vector<Slot> slots = std::vector<Slot>(kFirstSlots);
-    size_t used = 0;  // slots with a mark, also of blocks that have gone
+    size_t used = 0, alive = 0;  // slots with a mark, also of blocks that have gone; of blocks that somebody has
   };
   static uint64_t place_of(uint64_t mark) { return mark * 0x9e3779b97f4a7c15ull >> 20; }
   static Slot* find(std::vector<Slot>& slots, uint64_t mark);
