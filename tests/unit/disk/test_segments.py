@@ -285,8 +285,9 @@ def test_sealed_memory_that_is_given_up_counts_as_free(world, monkeypatch):
     _, (old,) = world.open()
     os.posix_fallocate(old.pool_fd, 0, GEOMETRY.capacity_bytes)
     kept = dict(zip((f"{old.prefix}.{role}" for role in ROLES), old.fds, strict=True))
-    given = lambda _: {name: [os.dup(fd)] for name, fd in kept.items()}  # noqa: E731
-    monkeypatch.setattr("kvstored.process.fd_store._given", given)
+    monkeypatch.setattr(
+        "kvstored.process.fd_store._given", lambda _: {name: [os.dup(fd)] for name, fd in kept.items()}
+    )
     room = sum(os.fstat(fd).st_blocks * 512 for fd in old.fds)
     monkeypatch.setattr(pool_files, "available_bytes", lambda: GEOMETRY.capacity_bytes + 65536 - room)
     with pytest.raises(StartupError, match="are needed"):
