@@ -90,7 +90,7 @@ class Tier:
             self._tell(path)
         try:
             self.native.begin()
-        except RuntimeError as why:  # no thread for it: nobody else would say that nothing is found or written
+        except RuntimeError as why:  # no thread for it; nobody else would say that nothing is found
             self.errors.update(dict.fromkeys(self._engines, why))
 
     def _tell(self, path: str) -> None:

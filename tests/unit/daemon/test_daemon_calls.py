@@ -284,7 +284,8 @@ def test_a_block_whose_write_ends_during_a_seal_of_others_is_not_sealed_with_the
 
     store, statuses = sealed_beside_a_write(while_zeros)
     assert store.zeros == [(1, 0, 8192)]
-    assert store.sealed == [1] and statuses == [store_pb2.EndResult.STATUS_OK, store_pb2.EndResult.STATUS_BUSY]
+    assert store.sealed == [1]
+    assert statuses == [store_pb2.EndResult.STATUS_OK, store_pb2.EndResult.STATUS_BUSY]
 
 
 def test_into_a_block_that_is_being_sealed_nothing_is_written():

@@ -89,7 +89,7 @@ def test_a_bound_on_what_is_written_a_day_is_never_none(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("step", ["open", "begin"])
 def test_a_disk_for_which_there_is_no_thread_is_told_as_failed(tmp_path, step):
-    """It was said not to answer, or, where all had answered, nothing was said; and nothing was found there."""
+    """It was said not to answer, or, where all had answered, nothing; and nothing was found there."""
 
     def refused(*_):
         raise RuntimeError("can't start new thread")
