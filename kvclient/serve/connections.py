@@ -51,13 +51,18 @@ def protocol(waiting: Waiting) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
+            if self._answers():
                 waiting.drop(self)
 
         def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if not self.transport.is_closing():
+            super().on_response_complete()  # which begins with the next request, where one came behind it
+            if not (self.transport.is_closing() or self._answers()):
                 waiting.add(self)
+
+        def _answers(self) -> bool:
+            """Whether a whole request has come whose answer has not ended."""
+            cycle = self.cycle
+            return cycle is not None and not (cycle.more_body or cycle.response_complete)
 
         def connection_lost(self, exc: Exception | None) -> None:
             waiting.drop(self)

@@ -119,6 +119,14 @@ def test_streams_wait_in_the_same_queue(narrow):
         assert set(pool.map(ask, range(8))) == {200, 429}
 
 
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}])
+def test_more_answers_than_may_ever_wait_are_no_full_queue(narrow, more):
+    """A client that was told to come again came again, for ever."""
+    status, headers, told = narrow.post("/v1/completions", {"prompt": IDS, "max_tokens": 2, **more})
+    assert status == 400 and headers["Retry-After"] is None
+    assert told["error"]["param"] == "n" and "takes 1" in told["error"]["message"]
+
+
 def test_it_is_of_the_packages_version(tiny):
     assert json.loads(tiny.get("/version")[1]) == {"version": kvclient.__version__}
 

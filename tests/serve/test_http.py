@@ -164,6 +164,11 @@ def test_responses_call_functions_and_take_what_they_gave(client):
         ("/tokenize", {"prompt": "x", "return_token_strs": True}, 400, "return_token_strs"),
         *((path, {"prompt": "x", "model": "other"}, 404, "other") for path in ("/tokenize", "/v1/warm")),
         ("/detokenize", {"tokens": [5], "model": "other"}, 404, "other"),
+        *(
+            ("/v1/responses", b'{"input": "x", "stream": true, "tool_choice": "none", "tools": [{"type": '
+             b'"function", "name": "f", ' + told + b"}]}", 400, "no JSON in tools")
+            for told in (b'"description": "\\ud800"', b'"parameters": {"minimum": NaN}')
+        ),
         ("/v1/embeddings", {"input": "x"}, 400, "embeddings"),
         ("/nothing", {}, 404, "nothing"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,11 @@ class Asking:
 
     def responses(self, request: ResponsesRequest) -> list[Ask]:
         """The same of /v1/responses."""
+        try:
+            told_back = [tool.model_dump() for tool in request.tools]
+            json.dumps(told_back, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:  # half a surrogate pair, or no number
+            raise ApiError(400, f"what is no JSON in tools: {error}", param="tools") from error
         return self.chat(responses_as_chat(request))
 
     def messages(self, request: Counted) -> list[Ask]:

@@ -20,9 +20,11 @@ from tests.conftest import ROOT
 
 WHOLE_S, WAITING, WAIT_S = 4.0, 200, 60
 PROGRAM = f"""
+import asyncio
 from kvclient.serve import listening
 
 listening.WHOLE_S, listening.WAITING = {WHOLE_S}, {WAITING}
+going = asyncio.Event()
 
 async def app(scope, receive, send):
     if scope["type"] != "http":
@@ -32,6 +34,10 @@ async def app(scope, receive, send):
         length += len(event["body"])
         if not event.get("more_body"):
             break
+    if scope["path"] == "/go":
+        going.set()
+    if scope["path"] == "/held":
+        await going.wait()
     await send({{"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]}})
     await send({{"type": "http.response.body", "body": b"%8d" % length}})
 
@@ -100,6 +106,22 @@ def test_what_takes_for_ever_is_closed_and_others_are_served(port, head):
         connection.sendall(head)
         assert closed(connection, b"a") == b""
     assert asked(port, b"abc") == b"HTTP/1.1 200 OK"
+
+
+def test_a_request_behind_another_takes_the_time_it_takes(port):
+    """Sent before the first was answered, it had that one's end for its own: its connection was closed."""
+    with connected(port) as pair:
+        pair.sendall(b"".join(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in (b"/", b"/held")))
+        said = pair.recv(4096)
+        assert said.startswith(b"HTTP/1.1 200 OK")
+        with connected(port) as idle:
+            assert closed(idle, b"") == b""  # so a time that had begun before is over
+        with connected(port) as other:
+            other.sendall(b"GET /go HTTP/1.1\r\nHost: x\r\n\r\n")
+            while said.count(b"HTTP/1.1 200 OK") < 2:
+                more = pair.recv(4096)
+                assert more, "it was closed while it was answered"
+                said += more
 
 
 class Clock:
