@@ -25,7 +25,7 @@ MIN_REST = 8  # a part does not end less than a block / MIN_REST behind a block
 
 ENDS = {
     "sentence": re.compile(r"[.!?][\"')\]]*(?=\s)"),
-    "paragraph": re.compile(r"\n(?:[ \t]*\n)+"),
+    "paragraph": re.compile(r"\n[ \t]*\n"),  # of several blank lines the first: how many follow is not known
     "document": re.compile(r"\f|^(?:-{3,}|={3,}|\*{3,})[ \t]*\n|(?=^# )", re.MULTILINE),
 }
 CHUNKERS = ("fixed", *ENDS)
