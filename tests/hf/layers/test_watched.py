@@ -264,7 +264,11 @@ def test_an_installed_model_compiles_in_one_graph_and_is_exported():
     assert off(compiled(ids), logits(plain, ids)) < 1e-4
     module, simple = linear()
     x = torch.randn(2, 64)
-    assert off(torch.export.export(module, (x,)).module()(x), simple(x)) < 1e-5
+    norm, rows = model.model.norm, torch.randn(1, 3, 64)
+    for strict in (False, True):
+        assert off(torch.export.export(module, (x,), strict=strict).module()(x), simple(x)) < 1e-5
+        exported = torch.export.export(norm, (rows,), strict=strict).module()
+        assert off(exported(rows), plain.model.norm(rows)) < 1e-5
 
 
 def test_is_watched_says_no_by_itself():
