@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.match import Piece
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
-from kvclient.hf.attention.proof import evaluating
+from kvclient.hf.attention.proof import TOLERANCE, evaluating
 from kvclient.hf.cache.layer import Shape, as_array, replace_layers
 from kvclient.hf.call import Clock
 from kvclient.hf.connector.block_format import BlockFormat
@@ -33,8 +33,6 @@ from kvclient.hf.reuse.windows import GroupPieces, Windows
 LENGTH = 40  # tokens of the proof's prompt
 STRETCHES = ((3, 17, 9), (20, 33, -5))  # start, stop, and how far away they were computed
 BEHIND, MOST = 24, 640  # tokens: so many more than a window, which is tried as far as the second
-# Largest difference of two logits over their largest magnitude: rounding, not more.
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 
 def examine_non_prefix(model: torch.nn.Module, kv: KVShape, repair: Repair) -> NonPrefixReuse:
