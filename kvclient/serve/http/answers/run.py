@@ -52,7 +52,8 @@ class Run:
         self._jobs: list[Job] = []
         wanted, most = sum(ask.request.n for ask in asks), asking.loop.limits.max_queue
         if wanted > most:
-            raise ApiError(400, f"{wanted} answers are asked for at once; this server takes {most}", param="n")
+            text = f"{wanted} answers are asked for at once; this server takes {most}"
+            raise ApiError(400, text, param="n")
         for ask in asks:
             base = len(self.choices)
 
