@@ -259,6 +259,7 @@ async def _answer(
     whole: Callable[[Run], dict[str, Any]],
     chunks: Callable[[Run], AsyncIterator[dict[str, Any]]] | None,
 ) -> Response:  # fmt: skip
+    asking.check_answers(asks)
     run = Run(asking, asks, salt)
     if stream and chunks is not None:
         events = as_events(chunks(run), run, request.url.path)

@@ -296,6 +296,13 @@ class Asking:
             )  # fmt: skip
         return out
 
+    def check_answers(self, asks: Sequence[Ask]) -> None:
+        """Raises ApiError (400) for more answers than there is ever room for, which no 429 may say."""
+        wanted, most = sum(ask.request.n for ask in asks), self.loop.limits.max_queue
+        if wanted > most:
+            text = f"{wanted} answers are asked for at once; this server takes {most}"
+            raise ApiError(400, text, param="n")
+
     def held(self, ask: Ask, salt: bytes) -> dict[str, int]:
         """What of a prompt is in the store, before anything is computed."""
         request = ask.request

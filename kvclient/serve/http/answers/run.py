@@ -39,9 +39,7 @@ class Choice:
 
 
 class Run:
-    """The jobs of one HTTP request. Raises ApiError: 429 where there is no room for them now, 400 where there
-    never is.
-    """
+    """The jobs of one HTTP request. Raises ApiError."""
 
     def __init__(self, asking: Asking, asks: list[Ask], salt: bytes) -> None:
         self.began, self.first_at = time.perf_counter(), 0.0
@@ -50,10 +48,6 @@ class Run:
         loop = asyncio.get_running_loop()
         self.choices: list[Choice] = []
         self._jobs: list[Job] = []
-        wanted, most = sum(ask.request.n for ask in asks), asking.loop.limits.max_queue
-        if wanted > most:
-            text = f"{wanted} answers are asked for at once; this server takes {most}"
-            raise ApiError(400, text, param="n")
         for ask in asks:
             base = len(self.choices)
 
