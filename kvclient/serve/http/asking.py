@@ -199,7 +199,7 @@ class Asking:
         ]
 
     def responses(self, request: ResponsesRequest) -> list[Ask]:
-        """The same of /v1/responses."""
+        """The same of /v1/responses. Raises ApiError for tools that no JSON could tell back, too."""
         try:
             told_back = [tool.model_dump() for tool in request.tools]
             json.dumps(told_back, ensure_ascii=False, allow_nan=False).encode()
