@@ -233,11 +233,13 @@ struct kvk_awq {
 /* A linear layer in fp32 or bf16, on the CPU: out[m][n] = sum of x[m][k] * w[n][k], + bias[n]. With `up`, the gated half of an
  * MLP: out = silu(x w + bias) * (x up + up_bias). All are of `dtype`; sums are fp32, and what has a name of its own in torch
  * (both products, silu, what comes out) is rounded to `dtype`. An element has the same bits whatever rows stand beside its own
- * and however many threads work: they depend on its row, its weights and the path. */
+ * and however many threads work: they depend on its row, its weights and the path. KVK_ROUNDED: x is bf16, all else f32, and w
+ * counts as rounded to bf16; not with `up`. */
+#define KVK_ROUNDED 5u /* beside kvk_codec's */
 struct kvk_linear {
   uint32_t size, abi;
   uint32_t inputs, outputs, rows; /* inputs a multiple of 16 */
-  uint32_t dtype;                 /* KVK_F32 or KVK_BF16 */
+  uint32_t dtype;                 /* KVK_F32, KVK_BF16 or KVK_ROUNDED */
   uint32_t path, threads;
   const void *x, *w, *up;               /* [rows][inputs]; [outputs][inputs]; the same, or NULL */
   const void *bias, *up_bias;           /* [outputs], or NULL */

@@ -17,6 +17,7 @@ from kvclient.errors import InvalidArgument, KVClientError
 ABI = 2
 OK, INVALID, UNSUPPORTED, WORKSPACE, RANGE, DEVICE = range(6)
 F32, F16, BF16, INT8, INT4 = range(5)
+ROUNDED = 5  # of a linear layer
 ROPE_HALF, ROPE_INTERLEAVED = range(2)
 PATHS = ("auto", "reference", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "amx")
 _OWN = Path(__file__).parent

@@ -24,22 +24,25 @@ def multiply(
     up_bias: np.ndarray | None = None, threads: int = 1, path: str = "auto",
 ) -> np.ndarray:  # fmt: skip
     """[rows, outputs] of x [rows, inputs] and w [outputs, inputs], all float32 or all bf16: x w' + bias; with
-    up, of w's shape: silu(x w' + bias) * (x up' + up_bias). Raises InvalidArgument for anything else, and
-    Unsupported where inputs are no multiple of 16.
+    up, of w's shape: silu(x w' + bias) * (x up' + up_bias). x in bf16 and all else in float32: w counts as
+    rounded to bf16. Raises InvalidArgument for anything else, and Unsupported where inputs are no multiple
+    of 16, or up of rounded ones is asked for.
     """
     if w.ndim != 2 or x.ndim != 2:
         raise InvalidArgument(f"x is {list(x.shape)}, w {list(w.shape)}; both must have rows of inputs")
     outputs, inputs = w.shape
     dtype = _check("x", x, (len(x), inputs))
-    _check("w", w, (outputs, inputs), x.dtype)
+    if dtype == contract.BF16 and w.dtype == np.float32:
+        dtype = contract.ROUNDED
+    _check("w", w, (outputs, inputs), None if dtype == contract.ROUNDED else x.dtype)
     for name, array, shape in (
         ("bias", bias, (outputs,)),
         ("up", up, w.shape),
         ("up_bias", up_bias, (outputs,)),
     ):
         if array is not None:
-            _check(name, array, shape, x.dtype)
-    out = np.empty((len(x), outputs), x.dtype)
+            _check(name, array, shape, w.dtype)
+    out = np.empty((len(x), outputs), w.dtype)
     args = contract.Linear(
         sizeof(contract.Linear), contract.ABI, inputs, outputs, len(x), dtype, contract.path_number(path),
         threads, x.ctypes.data, w.ctypes.data, _at(up), _at(bias), _at(up_bias), out.ctypes.data, inputs,

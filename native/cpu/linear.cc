@@ -24,7 +24,8 @@ int check(const kvk_linear* a) {
   if (int status = check_count("inputs", a->inputs)) return status;
   if (int status = check_count("outputs", a->outputs)) return status;
   if (int status = check_count("rows", a->rows)) return status;
-  if (int status = check_rows(a->dtype)) return status;
+  if (a->dtype == KVK_ROUNDED && a->up != nullptr) return fail(KVK_UNSUPPORTED, "rounded weights of a gated half");
+  if (int status = a->dtype == KVK_ROUNDED ? KVK_OK : check_rows(a->dtype)) return status;
   if (a->inputs % kLinearLanes != 0)
     return fail(KVK_UNSUPPORTED, "inputs=%u; it must be a multiple of %u", a->inputs, kLinearLanes);
   if (a->rows == 0 || a->outputs == 0) return KVK_OK;

@@ -155,6 +155,20 @@ inline void multiply_tile_of(uint32_t rows, const LinearTile<E>& t, WeightsAhead
   }
 }
 
+// Rows of x, one tile after the other, times the outputs of one panel. t: of the first rows.
+template <class E>
+inline void multiply_panel(LinearTile<E> t, uint32_t rows, WeightsAhead<E> ahead) {
+  const uint32_t tiles = (rows + kTileRows - 1) / kTileRows;
+  for (uint32_t tile = 0, row = 0; tile < tiles; ++tile) {
+    const uint32_t count = (rows - row + tiles - tile - 1) / (tiles - tile);
+    multiply_tile_of(count, t, ahead);
+    row += count;
+    t.x += count * t.x_stride;
+    t.out += count * t.out_stride;
+    if (t.base != nullptr) t.base += count * t.base_stride;
+  }
+}
+
 // Some rows of x times outputs start..stop of w: into out [rows][stop - start], whose rows are out_stride apart.
 template <class E>
 inline void multiply_block(const kvk_linear& a, const void* weights, const float* bias, uint32_t row_start, uint32_t rows,
@@ -178,16 +192,44 @@ inline void multiply_block(const kvk_linear& a, const void* weights, const float
       if (k != 0) t.base = t.out, t.base_stride = out_stride;
       if (k == 0 && bias != nullptr) t.base = bias + (column - start);
       WeightsAhead<E> ahead(a.outputs - column >= 2 * kPanel ? t.w + kPanel * t.w_stride : nullptr, inputs, tiles);
-      for (uint32_t tile = 0, row = 0; tile < tiles; ++tile) {
-        const uint32_t count = (rows - row + tiles - tile - 1) / (tiles - tile);
-        multiply_tile_of(count, t, ahead);
-        row += count;
-        t.x += count * t.x_stride;
-        t.out += count * out_stride;
-        if (t.base != nullptr) t.base += count * t.base_stride;
-      }
+      multiply_panel(t, rows, ahead);
     }
   }
+}
+
+// Weights as bf16; count a multiple of kLinearLanes.
+inline void round_weights(const float* from, uint32_t count, uint16_t* to) {
+  for (uint32_t i = 0; i < count; i += Vector::kLanes)
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
+                        __builtin_bit_cast(__m256i, _mm512_cvtneps_pbh(Vector::load(from + i))));
+#else
+    Bfloat16::store(to + i, Vector::load(from + i));
+#endif
+}
+
+// KVK_ROUNDED: a panel's weights are rounded once for all rows that stay in the cache.
+void multiply_rounded(const kvk_linear& a, uint32_t start, uint32_t stop) {
+  alignas(64) uint16_t panel[kPanel * kLinearInputs];
+  const uint32_t fit = kLinearBytes / sizeof(uint16_t) / (a.inputs < kLinearInputs ? a.inputs : kLinearInputs);
+  const uint32_t most = fit < kLinearRows ? fit / kTileRows * kTileRows : kLinearRows;
+  const auto* x = static_cast<const uint16_t*>(a.x);
+  const auto *w = static_cast<const float*>(a.w), *bias = static_cast<const float*>(a.bias);
+  for (uint32_t row = 0; row < a.rows; row += most)
+    for (uint32_t k = 0; k < a.inputs; k += kLinearInputs)
+      for (uint32_t column = start; column < stop; column += kPanel) {
+        const uint32_t rows = a.rows - row < most ? a.rows - row : most;
+        const uint32_t inputs = a.inputs - k < kLinearInputs ? a.inputs - k : kLinearInputs;
+        const uint32_t outputs = stop - column < kPanel ? stop - column : kPanel;
+        for (uint32_t j = 0; j < outputs; ++j)
+          round_weights(w + (uint64_t{column} + j) * a.inputs + k, inputs, panel + j * inputs);
+        float* out = static_cast<float*>(a.out) + row * a.out_row_stride + column;
+        LinearTile<Bfloat16> t{
+            x + row * a.x_row_stride + k, a.x_row_stride, panel, inputs, inputs, nullptr, 0, out, a.out_row_stride, outputs};
+        if (k != 0) t.base = out, t.base_stride = a.out_row_stride;
+        if (k == 0 && bias != nullptr) t.base = bias + column;
+        multiply_panel(t, rows, WeightsAhead<Bfloat16>(nullptr, inputs, 1));
+      }
 }
 
 // gate = silu(gate) * up, in place; each of them, silu and the product rounded to elements. 2^128 is infinity, and so what is far
@@ -270,6 +312,7 @@ inline void multiply_elements(const kvk_linear& a, uint32_t start, uint32_t stop
 
 // Outputs start..stop, up to kLinearColumns of them.
 void multiply_linear(const kvk_linear& a, uint32_t start, uint32_t stop) {
+  if (a.dtype == KVK_ROUNDED) return multiply_rounded(a, start, stop);
   if (a.dtype == KVK_BF16) return multiply_elements<Bfloat16>(a, start, stop);
   multiply_elements<Float32>(a, start, stop);
 }

@@ -133,7 +133,19 @@ T* place(uint32_t dtype, T* rows, int64_t i) {
   return at(rows, i * (dtype == KVK_F32 ? 4 : 2));
 }
 
+void rounded_naively(const kvk_linear& a, uint32_t start, uint32_t stop) {
+  for (uint32_t row = 0; row < a.rows; ++row)
+    for (uint32_t n = start; n < stop; ++n) {
+      const auto* x = static_cast<const uint16_t*>(a.x) + row * a.x_row_stride;
+      const auto* w = static_cast<const float*>(a.w) + uint64_t{n} * a.inputs;
+      double sum = a.bias == nullptr ? 0 : static_cast<const float*>(a.bias)[n];
+      for (uint32_t k = 0; k < a.inputs; ++k) sum += double{from_bf16(x[k])} * kept(KVK_BF16, w[k]);
+      static_cast<float*>(a.out)[row * a.out_row_stride + n] = static_cast<float>(sum);
+    }
+}
+
 void linear_naively(const kvk_linear& a, uint32_t start, uint32_t stop) {
+  if (a.dtype == KVK_ROUNDED) return rounded_naively(a, start, stop);
   for (uint32_t row = 0; row < a.rows; ++row)
     for (uint32_t n = start; n < stop; ++n) {
       const void* x = place(a.dtype, a.x, row * a.x_row_stride);

@@ -137,6 +137,26 @@ TEST(bf16_stays_inside_and_agrees_with_the_naive_path) {
   }
 }
 
+TEST(weights_that_are_rounded_stay_inside_and_agree_with_the_naive_path) {
+  for (uint32_t path = KVK_CPU_AVX2; path <= KVK_CPU_AMX; ++path) {
+    if (kvk_cpu_lacks(path) != nullptr) continue;
+    for (uint32_t inputs : {16u, 176u, 2064u})
+      for (uint32_t outputs : {1u, 5u, 67u})
+        for (uint32_t rows : {1u, 3u, 7u, 97u}) {
+          Layer layer(inputs, outputs, rows, false, rows % 2 == 1);
+          const auto x = halves(layer.x);
+          layer.args.dtype = KVK_ROUNDED, layer.args.x = x.data();
+          CHECK_EQ(kvk_linear_multiply(&layer.args), KVK_OK);
+          const std::vector<float> wanted = layer.out;
+          layer.args.path = path, layer.args.threads = 2;
+          layer.out.assign(layer.out.size(), NAN);
+          CHECK_EQ(kvk_linear_multiply(&layer.args), KVK_OK);
+          for (uint64_t i = 0; i < wanted.size(); ++i)
+            CHECK(std::fabs(layer.out[i] - wanted[i]) <= 1e-4f + 1e-4f * std::fabs(wanted[i]));
+        }
+  }
+}
+
 TEST(wrong_arguments_are_refused) {
   Layer layer(32, 8, 2, false, false);
   const kvk_linear right = layer.args;
@@ -152,6 +172,7 @@ TEST(wrong_arguments_are_refused) {
   layer.args.x = nullptr, refused(KVK_INVALID);
   layer.args.path = 99, refused(KVK_UNSUPPORTED);
   layer.args.dtype = KVK_F16, refused(KVK_UNSUPPORTED);
+  layer.args.dtype = KVK_ROUNDED, layer.args.up = layer.w.data(), refused(KVK_UNSUPPORTED);
   layer.args.rows = 0, layer.args.x = nullptr, refused(KVK_OK);
   kvk_norm norm{};
   CHECK_EQ(kvk_norm_rows(&norm), KVK_INVALID);

@@ -34,6 +34,22 @@ def multiply(
     return out
 
 
+def multiply_into(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rounded: bool
+) -> None:
+    """out [rows, outputs], whole rows, of x [rows, inputs], all in fp32, which takes_product() said yes to.
+    rounded: both factors are, to bf16; sums are fp32.
+    """
+    (outputs, inputs), rows = weight.shape, x.bfloat16() if rounded else x
+    args = contract.Linear(
+        _LINEAR, contract.ABI, inputs, outputs, len(x), contract.ROUNDED if rounded else contract.F32, 0,
+        torch.get_num_threads(), rows.data_ptr(), weight.data_ptr(), None,
+        None if bias is None else bias.data_ptr(), None, out.data_ptr(), inputs, outputs,
+    )  # fmt: skip
+    if status := contract.cpu().kvk_linear_multiply(byref(args)):
+        contract.check(status)
+
+
 def normalise(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """[..., width] of x [..., width], which takes_rows() said yes to, and weight [width]."""
     out, width = torch.empty_like(x), x.shape[-1]

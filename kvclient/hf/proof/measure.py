@@ -35,7 +35,7 @@ from kvclient.hf.reuse.quality.verify import (
     question_of,
 )
 from kvclient.hf.reuse.quality.verify import verify as measure
-from kvclient.hf.reuse.repair import Repair
+from kvclient.hf.reuse.repair import ATTENDED, Repair
 
 if TYPE_CHECKING:
     from kvclient.hf.attachment.attach import Attachment
@@ -114,7 +114,7 @@ def _repairs(default: Repair) -> dict[str, Repair]:
         f"cacheblend {ratio:.2f}": dataclasses.replace(default, method="cacheblend", ratio=ratio)
         for ratio in RATIOS
     }
-    attended = {"method": "attention", "attended_ratio": Repair.attended_ratio}
+    attended = {"method": "attention", "attended_ratio": ATTENDED}
     return repairs | {"attention": dataclasses.replace(default, **attended)}
 
 

@@ -34,7 +34,7 @@ from kvclient.hf.reuse.attention_scores import AttentionScores
 from kvclient.hf.reuse.blend_layer import BlendLayer, Seen, compared, place
 from kvclient.hf.reuse.drift import Drift
 from kvclient.hf.reuse.estimate import Gauge
-from kvclient.hf.reuse.products import few_rows
+from kvclient.hf.reuse.products import few_rows, rounds
 from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.reuse.windows import Windows
 
@@ -98,8 +98,7 @@ class Blend:
         if windows is not None:
             self._fresh, self._may = windows.computable(segments, self._fresh)
         reused = [torch.arange(segment.start, segment.stop) for segment in segments]
-        self.computed_again = (again := torch.cat(reused))[self._fresh[again]]  # reused ones, in every pass
-        self.found = len(again)  # columns
+        self.found = len(torch.cat(reused))  # columns
         self.recomputed = 0  # of these, in the layers that are cut
         # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
         checks = non_prefix.repair.checks
@@ -118,14 +117,16 @@ class Blend:
         self._joined, self._waiting = -1, torch.empty(0)
         self.drift: Drift | None = None
         # Where the error is estimated, passes follow each other until one is the last.
-        self.gauge = Gauge.of(non_prefix.repair, segments, length)
-        self.stored, self.last, self.adds = self.gauge is not None, self.gauge is None, False
+        everything = non_prefix.repair.computes_all or bool(self._fresh.all())
+        self.gauge = None if everything else Gauge.of(non_prefix.repair, segments, length)
+        self.stored, self.last = self.gauge is not None, self.gauge is None
         self.estimated_kl: float | None = None  # of the answer, behind the last pass
-        self._score: torch.Tensor | None = None  # what the question owes a column, once it was asked
-        self._computed = self._fresh  # columns of the passes so far
+        self.scored = False  # whether the question chose
+        # Rows that need no second pass: all columns before theirs are computed in the first.
+        self._front = int((~self._fresh).int().argmax()) - exact
         self.waiting: list[BlendLayer] = []  # layers whose columns wait for the last pass
         asks = non_prefix.repair.asks(segments, exact)
-        if asks and non_prefix.repair.computes_all:
+        if asks and everything:
             self._choose(torch.ones(length, dtype=torch.bool))
             self.estimated_kl = 0.0 if non_prefix.repair.promises else None
         elif asks and non_prefix.shows:
@@ -143,11 +144,6 @@ class Blend:
     def repair(self) -> Repair:
         """Its own rules."""
         return self._non_prefix.repair
-
-    @property
-    def scored(self) -> bool:
-        """Whether the question chose."""
-        return self._score is not None
 
     @property
     def whole(self) -> bool:
@@ -210,45 +206,41 @@ class Blend:
         with contextlib.suppress(Seen):
             outputs = run()
         asked, self.asked, self.stored = self.asked, None, False
-        repair, segments = self._non_prefix.repair, self._segments
+        repair, segments = self.repair, self._segments
         if asked is None or (attention := asked.of()) is None:  # not ours, or a compiled graph: tells nothing
             self._rows = torch.nonzero(self._scanned[self.exact :]).squeeze(1)
             self.chosen, self._mask = not repair.checks, None
             return outputs
-        self._score, self._computed = attention, repair.attended(attention, self._fresh, may=self._may)
-        told = self._computed
-        if self._windows is not None:
-            told = told & self._windows.stored(segments)
+        self.scored, computed = True, repair.attended(attention, self._fresh, self._may)
+        if self.gauge is not None:
+            self._choose(computed, self._front)
+            return outputs
+        told = computed if self._windows is None else computed & self._windows.stored(segments)
         self.drift = Drift(self._non_prefix.rope, segments, told, asked.values)
-        self._joined = asked.stop if self.gauge is None else -1
+        self._joined = asked.stop
         # What stands before all that is reused is as it must be, as far as the first pass went.
-        self._choose(self._computed, segments[0].start - self.exact)
+        self._choose(computed, segments[0].start - self.exact)
         return outputs
 
-    def repaired(self, run: Callable[[], Any]) -> Any:
-        """What a pass gives that computes no token before the first reused one: those are exact, to the bit.
-        """
-        with few_rows(self._non_prefix.decoder, lambda: self.whole or not self.scored):
-            return run()
+    def few_rows(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, linear layers of the rows that are no prefix are not torch's."""
+        return few_rows(self._non_prefix.decoder, self._usual)
 
-    def can_compute(self, share: float) -> bool:
-        """Whether so much of what is reused can be: in layers of windows not all that is seen is stored."""
-        return self._may is None or int(self._may.sum()) >= share * int((~self._fresh).sum())
+    def _usual(self) -> int | None:
+        """How many rows, the first, have torch's bits: what stands before all that is reused. None: all."""
+        if self.whole or not (self.stored or self.scored):
+            return None
+        return self._segments[0].start - self.exact if self.stored else 0
 
-    def more(self, share: float) -> None:
-        """Another pass follows, that computes as many more of the reused tokens as make up this share; 1:
-        all, as if nothing were reused inside."""
-        self.adds, self.drift, self.chosen = share < 1, None, True
-        if share >= 1:
-            self._choose(torch.ones(self.length, dtype=torch.bool))
-            return
-        assert self._score is not None
-        before = self._computed
-        self._computed = self._non_prefix.repair.attended(self._score, self._fresh, share, self._may)
-        self._choose(self._computed | before)
-        new = (self._computed & ~before) | self._fresh
-        new[: self._segments[0].start] = False
-        self._rows = torch.nonzero(new[self.exact :]).squeeze(1)
+    @property
+    def rounds(self) -> bool:
+        """Whether all that is reused can be computed for half of what it costs to compute all."""
+        return rounds(self._non_prefix.decoder)
+
+    def more(self, *, rounded: bool) -> None:
+        """Another pass follows, that computes all: what the first pass left, rounded; or as if nothing were
+        reused inside."""
+        self._choose(torch.ones(self.length, dtype=torch.bool), self._front if rounded else 0)
 
     def end(self) -> None:
         """The pass that ended was the last: its columns are the prompt's."""

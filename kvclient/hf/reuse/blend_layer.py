@@ -33,7 +33,6 @@ class BlendLayer(StoreLayer):
         super().__init__(index, shape, *args, **kwargs)
         self._blend: Blend | None = blend
         self._asked = False  # and so holds what is stored
-        self._under: tuple[torch.Tensor, torch.Tensor] | None = None  # reused columns it computed; as stored
         self._seen: tuple[torch.Tensor, ...] | None = None  # columns that were looked at, their K and V
         # Of the last layer, whose last rows come once more.
         self._handed: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -72,10 +71,7 @@ class BlendLayer(StoreLayer):
         before = self._length
         storage = self._room(blend.length, key_states)
         columns = blend.columns().to(storage.device)
-        under, self._under = self._under, None
-        if not blend.adds and under is not None and blend.drift is not None:
-            storage[..., under[0], :] = under[1]  # the others are as they were put there
-        elif not blend.adds and (not self._asked or blend.drift is None or blend.gauge is not None):
+        if not self._asked or (blend.drift is None and blend.gauge is None):
             blend.load(self.index, storage)
         if blend.drift is not None:
             blend.drift.add(self.index, storage, columns, torch.stack([key_states, value_states]))
@@ -111,9 +107,6 @@ class BlendLayer(StoreLayer):
         storage = self._room(blend.length, key_states)
         columns = blend.columns().to(storage.device)
         blend.load(self.index, storage)
-        if blend.gauge is not None:
-            again = blend.computed_again.to(storage.device)
-            self._under = again, storage[..., again, :]
         storage[0][:, :, columns], storage[1][:, :, columns] = key_states, value_states
         self._asked = True
         self._show(blend.length)

@@ -3,12 +3,11 @@
 Owns the estimate and its constants; never chooses tokens and never runs a pass. Invariant: it hangs on this
 prompt's own distributions alone, and is infinite where there are none to compare.
 
-Compared are the next-token distributions at the prompt's last rows, which every pass computes: over what is
-stored as it is, over what was repaired, over what was repaired more. How far a pass moves them is what the
-tokens that it computed meant to the question; those it left out mean less, the less the more there were. So
-the KL of the answer is taken for a constant times the mean KL that a pass moved the question by. The
-constants were found on the tuning half of bench.quality's texts; docs/reuse.md has what they gave on the
-other half.
+Compared are the next-token distributions at the prompt's last rows, which both passes compute: over what is
+stored, and over what was repaired. How far the second moves them is what the tokens that it computed meant to
+the question; those it left out mean less. So the KL of the answer is taken for a constant times the mean KL
+that it moved the question by. The constants were found on the tuning half of bench.quality's texts;
+docs/reuse.md has what they gave on the other half.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from kvclient.blocks.reuse_plan import Segment
 from kvclient.hf.reuse.repair import Repair
 
 MOST_ROWS, FEWEST_ROWS = 64, 8
-# KL of the answer behind a pass, for each nat that it moved the question by: where the question chose, and
-# where deviation did. A prompt that moves little is near; of one that moves more than that it cannot be told,
-# as single positions of an answer decide: 9 of 45 such were beyond twice a limit.
-LEFT, LEFT_UNASKED = 1.1, 8.0
-# Of the reused tokens: computed by a second pass, where the first was not enough. Enough of them, unless the
-# first pass moved the question by more than MOST_MOVED limits: then all are computed.
-SECOND_SHARE, MOST_MOVED = 0.6, 2.4
+# KL of the answer, for each nat that the pass of repair moved the question by: where the question chose, and
+# where deviation did. No prompt of ten had more than twice that.
+LEFT, LEFT_UNASKED = 5.0, 8.0
+LEFT_HALVES = 2.5  # LEFT of a model in 16 bits, whose question rounding moves as well
+LEFT_ROUNDED = 1e-3  # where all are computed, rounded to bf16 in products: 2e-5 was measured, 5e-4 at worst
 
 
 class Gauge:
@@ -41,7 +38,7 @@ class Gauge:
         self.rows, self._caution = rows, caution
         self._before: torch.Tensor | None = None  # [rows, vocabulary], log-probabilities
         self._now: torch.Tensor | None = None
-        self._moved: list[float] = []  # by each pass but the first
+        self._moved, self._asked_left = math.inf, LEFT  # by the last pass, and what that is worth
 
     @classmethod
     def of(cls, repair: Repair, segments: Sequence[Segment], length: int) -> Gauge | None:
@@ -56,20 +53,17 @@ class Gauge:
         """A pass has ended, whose logits were seen; without any, or of few rows, nothing can be said."""
         now, self._now = self._now, None
         if now is not None:
+            self._asked_left = LEFT if now.dtype is torch.float32 else LEFT_HALVES
             now = now.float().log_softmax(-1)
         if self._before is not None:
             known = self.rows >= FEWEST_ROWS and now is not None and now.shape == self._before.shape
-            self._moved.append(_mean_kl(now, self._before) if known else math.inf)
+            self._moved = _mean_kl(now, self._before) if known else math.inf
         self._before = now if now is not None else torch.empty(0)
 
     def left(self, asked: bool) -> float:
-        """KL of the answer, in nats, that the first pass of repair leaves. asked: whether the question chose
+        """KL of the answer, in nats, that the pass of repair leaves. asked: whether the question chose
         what it computed."""
-        return self._caution * (LEFT if asked else LEFT_UNASKED) * self._moved[0]
-
-    def left_by_second(self) -> float:
-        """The same, of the pass that computes SECOND_SHARE; before it as behind it."""
-        return self._caution * self._moved[0] / MOST_MOVED
+        return self._caution * (self._asked_left if asked else LEFT_UNASKED) * self._moved
 
     @contextlib.contextmanager
     def reading(self, model: torch.nn.Module) -> Iterator[Gauge]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvclient.hf.reuse.blend import Blend
-from kvclient.hf.reuse.estimate import SECOND_SHARE
+from kvclient.hf.reuse.estimate import LEFT_ROUNDED
 
 
 def run_passes(model: torch.nn.Module, blend: Blend, run: Callable[[], Any]) -> Any:
@@ -22,18 +22,18 @@ def run_passes(model: torch.nn.Module, blend: Blend, run: Callable[[], Any]) -> 
             blend.ask(run)
         return run()
     limit = blend.repair.promised
-    with blend.gauge.reading(model) as gauge:
+    rounds = limit >= LEFT_ROUNDED and blend.rounds  # asked before layers have hooks
+    with blend.gauge.reading(model) as gauge, blend.few_rows():
         blend.ask(run)
         gauge.passed()
-        outputs = blend.repaired(run)
+        outputs = run()
         gauge.passed()
         blend.estimated_kl = gauge.left(blend.scored)
-        second = blend.scored and blend.can_compute(SECOND_SHARE) and gauge.left_by_second() <= limit
-        if blend.estimated_kl > limit and second:
-            blend.more(SECOND_SHARE)
-            outputs, blend.estimated_kl = blend.repaired(run), gauge.left_by_second()
+        if blend.estimated_kl > limit and blend.scored and rounds:
+            blend.more(rounded=True)
+            outputs, blend.estimated_kl = run(), LEFT_ROUNDED
     if blend.estimated_kl > limit:
-        blend.more(1.0)
+        blend.more(rounded=False)
         outputs, blend.estimated_kl = run(), 0.0
     blend.end()
     return outputs

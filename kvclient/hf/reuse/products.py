@@ -1,7 +1,11 @@
 """Linear layers of a repair's passes, whose rows are few, by native/cpu: equal but for rounding.
 
-Owns the hooks that give torch's layer no rows and put what the kernel computed in the place of its answer.
-Never changes a layer. Invariant: only this thread's passes have them, and none whose bits are promised.
+Both factors are rounded to bf16 where the processor multiplies those in pairs, at half the time: that moves
+an answer by 2e-5 nats, little beside what is promised (docs/log.md).
+
+Owns the hooks that give torch's layer some rows or none and put what the kernel computed in the place of its
+answer. Never changes a layer. Invariant: only this thread's passes have them, and none whose bits are
+promised.
 """
 
 from __future__ import annotations
@@ -13,14 +17,26 @@ from typing import Any
 
 import torch
 
-from kvclient.hf.layers.forwards import multiply, takes
+from kvclient.hf.layers.calls import multiply_into
+from kvclient.hf.layers.forwards import takes
 from kvclient.hf.layers.install import available, linears
+from kvclient.kernels import contract
+
+IN_PAIRS = ("avx512_vnni", "avx512_fp16", "amx")  # paths with an instruction for it
+
+
+def rounds(decoder: torch.nn.ModuleList) -> bool:
+    """Whether few_rows() multiplies in bf16 here what may be."""
+    if not available() or contract.auto_path() not in IN_PAIRS:
+        return False
+    return any(layer.weight.dtype is torch.float32 for layer in linears(decoder))
 
 
 @contextlib.contextmanager
-def few_rows(decoder: torch.nn.ModuleList, usual: Callable[[], bool]) -> Iterator[None]:
-    """Within it, this thread's passes through these layers. usual: whether they are torch's all the same."""
-    swapped, hooks = _Swapped(usual), list[Any]()
+def few_rows(decoder: torch.nn.ModuleList, usual: Callable[[], int | None]) -> Iterator[None]:
+    """Within it, this thread's passes through these layers. usual: how many rows, the first, are torch's all
+    the same, None: all."""
+    swapped, hooks = _Swapped(usual, rounds(decoder)), list[Any]()
     try:
         layers = linears(decoder) if available() else []
         for module in (each for each in layers if each.weight.dtype is torch.float32):
@@ -35,24 +51,27 @@ def few_rows(decoder: torch.nn.ModuleList, usual: Callable[[], bool]) -> Iterato
 class _Swapped:
     """What a layer was given, between its two hooks: no layer stands inside another."""
 
-    def __init__(self, usual: Callable[[], bool]) -> None:
-        self._usual, self._thread = usual, threading.get_ident()
+    def __init__(self, usual: Callable[[], int | None], rounded: bool) -> None:
+        self._usual, self._thread, self._rounded = usual, threading.get_ident(), rounded
         self._input: tuple[torch.nn.Module, torch.Tensor] | None = None
 
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
         if threading.get_ident() != self._thread:
             return None
         self._input = None
-        if len(args) != 1 or self._usual():
+        if len(args) != 1 or (usual := self._usual()) is None:
             return None
         x = args[0]
         if not takes(x, module.weight, module.bias) or x.ndim != 3 or x.shape[0] != 1:
             return None
         self._input = module, x
-        return (x[:, :0],)
+        return (x[:, :usual],)
 
     def behind(self, module: Any, _args: Any, output: Any) -> Any:
         if threading.get_ident() != self._thread or self._input is None or self._input[0] is not module:
             return None
         (_, x), self._input = self._input, None
-        return multiply(x, module.weight, module.bias)
+        out, first = x.new_empty((1, x.shape[1], output.shape[-1])), output.shape[1]
+        out[:, :first] = output
+        multiply_into(out[0, first:], x[0, first:], module.weight, module.bias, self._rounded)
+        return out

@@ -10,10 +10,11 @@ computed; at ratio 1.0 every token is.
                 that deviate most, are computed from there on
     attention   the fraction `attended_ratio` that the live question owes most to, in a pass of the live
                 tokens over what is stored; what is not computed is moved by what those like it were off by
-    auto        attention, as far as the model tells what it attends to; then the KL of the answer is
-                estimated (kvclient.hf.reuse.estimate), and where that is more than `max_kl` more is computed,
-                up to all. Where nobody measured what the estimate is worth on this model, nothing is reused,
-                nor where it is likely to end with all computed (worth_trying).
+    auto        the first `front_tokens` of each chunk, and attention, as far as the model tells what it
+                attends to, but nothing else is moved; then the KL of the answer is estimated
+                (kvclient.hf.reuse.estimate): where that is more than `max_kl`, all is computed. Where
+                nobody measured what the estimate is worth on this model, nothing is reused, nor where it is
+                likely to end with all computed (worth_trying).
                 Without max_kl: attention where an approximate chunk stands behind `behind_tokens` that it
                 may not have been computed behind, else cacheblend
 
@@ -38,6 +39,7 @@ DEEP = 20  # layers
 # all: at 5e-3 25 of 30 such prompts of bench.quality's tuning half ended so, at 1.33 times that.
 LEAST_BEHIND_OTHERS = 1.2e-2
 MOST_CAUTION = 1e6
+ATTENDED, ATTENDED_BEHIND_FRONT = 0.18, 0.05
 METHODS = ("none", "selective", "cacheblend", "attention", "auto")
 
 
@@ -45,7 +47,8 @@ METHODS = ("none", "selective", "cacheblend", "attention", "auto")
 class Repair:
     method: str = "auto"
     ratio: float = 0.05  # of the approximate tokens (cacheblend)
-    attended_ratio: float = 0.18  # of the approximate tokens (attention)
+    # Of the approximate tokens (attention, auto). None: 0.18; under a promise 0.05, beside the front.
+    attended_ratio: float | None = None
     max_kl: float | None = 5e-3  # nats, mean over answers: what is promised (auto). None: nothing is
     # Times the estimate (auto). None: what calibrate(max_kl=) found that this model needs; before, and for
     # less than the max_kl it was found for, nothing is promised: nothing is reused.
@@ -58,6 +61,9 @@ class Repair:
     check_layer: int | None = None
     scan_tokens: int = 256  # behind each seam: those that may be chosen; at least twice as many as will be
     seam_tokens: int = 16  # behind each seam (selective)
+    # Of each chunk, always fresh under a promise. What they are off by the answer misses most, and those of
+    # the first chunk are exact, as all before them is.
+    front_tokens: int = 64
     sink_tokens: int = 4  # at the start of a prompt, and of a chunk that was computed at one: always fresh
     recency_tokens: int = 16  # before the live text that ends the prompt: always fresh
     min_tokens: int = 32  # shorter stretches are computed: a seam costs more than they give
@@ -65,15 +71,24 @@ class Repair:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InvalidArgument(f"repair: method={self.method!r}; it must be one of {', '.join(METHODS)}")
-        for name in ("ratio", "attended_ratio"):
-            check_real(name, getattr(self, name), 0, 1)
+        check_real("ratio", self.ratio, 0, 1)
+        if self.attended_ratio is not None:
+            check_real("attended_ratio", self.attended_ratio, 0, 1)
         if self.max_kl is not None:
             check_real("max_kl", self.max_kl, 0, math.inf)
         if self.caution is not None:
             check_real("caution", self.caution, 1, MOST_CAUTION)
         if self.check_layer is not None:
             check_bounds("check_layer", self.check_layer, 0, MAX_LAYERS)
-        for name in ("behind_tokens", "scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens"):
+        counts = (
+            "behind_tokens",
+            "scan_tokens",
+            "seam_tokens",
+            "front_tokens",
+            "sink_tokens",
+            "recency_tokens",
+        )
+        for name in counts:
             check_bounds(name, getattr(self, name), 0, MOST_TOKENS)
         check_bounds("min_tokens", self.min_tokens, 1, MOST_TOKENS)
 
@@ -88,9 +103,16 @@ class Repair:
         return self.method == "auto" and self.max_kl is not None
 
     @property
+    def attends(self) -> float:
+        """attended_ratio, as it is."""
+        if self.attended_ratio is not None:
+            return self.attended_ratio
+        return ATTENDED_BEHIND_FRONT if self.promises else ATTENDED
+
+    @property
     def uncalibrated(self) -> bool:
         """Whether nobody knows what keeps the promise on this model: its estimate may be any factor off."""
-        estimates = self.promises and 0 < self.promised < math.inf and self.attended_ratio < 1
+        estimates = self.promises and 0 < self.promised < math.inf and self.attends < 1
         return estimates and self.caution is None
 
     @property
@@ -110,7 +132,7 @@ class Repair:
             return True
         if self.method == "auto":
             far = any(segment.start - exact >= self.behind_tokens for segment in segments)
-            return far and self.attended_ratio > self.ratio
+            return far and self.attends > self.ratio
         return self.method == "attention"
 
     def worth_trying(self, segments: Sequence[Segment]) -> bool:
@@ -141,7 +163,9 @@ class Repair:
             fresh[segment.start : segment.stop] = False
         for segment in segments:
             sink = max(self.sink_tokens - min(segment.start, segment.position), 0)
-            seam = self.seam_tokens if self.method == "selective" else 0
+            seam = (
+                self.seam_tokens if self.method == "selective" else self.front_tokens if self.promises else 0
+            )
             fresh[segment.start : min(segment.stop, segment.start + max(sink, seam))] = True
         last = segments[-1]
         fresh[max(last.start, last.stop - self.recency_tokens) : last.stop] = True
@@ -161,14 +185,12 @@ class Repair:
         return _most(deviation, candidates, self.ratio * int((~fresh).sum()), fresh)
 
     def attended(
-        self, attention: torch.Tensor, fresh: torch.Tensor, share: float | None = None,
-        may: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """`fresh` with those of the other tokens added that are attended to most. All [columns]. share: of
-        the others; None: attended_ratio. may: those that can be computed; None: all.
+        self, attention: torch.Tensor, fresh: torch.Tensor, may: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`fresh` with those of the other tokens added that are attended to most. All [columns]. may: those
+        that can be computed; None: all.
         """
-        share = self.attended_ratio if share is None else share
-        count = share * int((~fresh).sum())
+        count = self.attends * int((~fresh).sum())
         candidates = torch.nonzero(~fresh if may is None else ~fresh & may).squeeze(1)
         return _most(attention, candidates, count, fresh)
 

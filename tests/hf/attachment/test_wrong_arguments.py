@@ -22,13 +22,17 @@ from tests.hf.zoo import build, generate, prompt
 NO_NUMBERS = ("1", None, math.nan, [1])
 NOT_WHOLE = (1.5, -1, True, *NO_NUMBERS)
 WHOLE_IN = {
-    Repair: ("behind_tokens", "scan_tokens", "seam_tokens", "sink_tokens", "recency_tokens", "min_tokens"),
+    Repair: (
+        "behind_tokens", "scan_tokens", "seam_tokens", "front_tokens", "sink_tokens", "recency_tokens",
+        "min_tokens",
+    ),
     Window: ("recent", "older", "sink_tokens"),
     Kivi: ("bits", "group"),
     Chunker: ("block_tokens",),
 }
 CASES = [(made, name, value) for made, names in WHOLE_IN.items() for name in names for value in NOT_WHOLE]
-CASES += [(Repair, name, value) for name in ("ratio", "attended_ratio") for value in (-0.1, 1.1, *NO_NUMBERS)]
+CASES += [(Repair, "ratio", value) for value in (-0.1, 1.1, *NO_NUMBERS)]
+CASES += [(Repair, "attended_ratio", value) for value in (-0.1, 1.1, "1", math.nan, [1])]
 CASES += [(Repair, "check_layer", value) for value in (1.5, -1, "1", math.nan)]
 CASES += [(Repair, "method", value) for value in (5, None, "x")]
 CASES += [(Kivi, "bits", 8.0), (Kivi, "group", 32.0), (Window, "codec", "int8"), (Window, "codec", None)]

@@ -1,5 +1,5 @@
 """Goal: what makes a repair's passes cheaper changes nothing but rounding: linear layers of few rows by
-native/cpu, and stored columns that are put in place once.
+native/cpu, some of them in bf16, and stored columns that are put in place once.
 
 Method: a tiny random model in both ways, layer by layer and prompt by prompt; another thread's pass
 meanwhile.
@@ -12,14 +12,15 @@ import torch
 
 from kvclient.hf.reuse import products
 from kvclient.hf.reuse.blend import Blend
-from kvclient.hf.reuse.blend_layer import BlendLayer
+from kvclient.hf.reuse.estimate import LEFT_ROUNDED, Gauge
 from kvclient.hf.reuse.repair import Repair
+from kvclient.kernels import contract
 from tests.hf.inside import DOCUMENT
 from tests.hf.zoo import build, generate, prompt
 
 kernels = pytest.mark.skipif(not products.available(), reason="no kernels here")
-REPAIR = Repair(max_kl=1e9, caution=1.0, attended_ratio=0.4)
-TIGHT = Repair(max_kl=1e-4, caution=1.0, attended_ratio=0.4)
+RULES = {"caution": 1.0, "attended_ratio": 0.4, "front_tokens": 30}
+REPAIR, TIGHT = Repair(max_kl=1e9, **RULES), Repair(max_kl=1e-4, **RULES)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +35,11 @@ def asked():
 @kernels
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_of_few_rows_is_the_kernels_for_its_own_thread_alone(monkeypatch, bias):
+    monkeypatch.setattr(products, "IN_PAIRS", ())
     layers = torch.nn.ModuleList([torch.nn.Linear(48, 33, bias=bias), torch.nn.Linear(20, 5)])
-    x, computed, usual, other = torch.randn(1, 7, 48), [], False, []
-    wanted, original = layers[0](x).detach(), products.multiply
-    monkeypatch.setattr(products, "multiply", lambda *args: computed.append(0) or original(*args))
+    x, computed, usual, other = torch.randn(1, 7, 48), [], 0, []
+    wanted, original = layers[0](x).detach(), products.multiply_into
+    monkeypatch.setattr(products, "multiply_into", lambda *args: computed.append(0) or original(*args))
     with torch.no_grad(), products.few_rows(layers, lambda: usual):
         torch.testing.assert_close(layers[0](x), wanted, rtol=1e-5, atol=1e-5)
         assert len(computed) == 1
@@ -48,10 +50,28 @@ def test_a_layer_of_few_rows_is_the_kernels_for_its_own_thread_alone(monkeypatch
         for left in (x[0], torch.randn(2, 7, 48)):  # not rows of a pass: the layer answers itself
             layers[0](left)
         layers[1](torch.randn(1, 7, 20))  # of a width that the kernel does not take
-        usual = True
+        usual = None
         assert torch.equal(layers[0](x), wanted) and len(computed) == 1
     assert torch.equal(layers[0](x).detach(), wanted)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+
+
+@kernels
+def test_the_first_rows_are_torchs_and_the_others_rounded(monkeypatch):
+    layer = torch.nn.ModuleList([torch.nn.Linear(48, 33)])
+    x = torch.randn(1, 20, 48)
+    exact = layer[0](x).detach()
+    halves = torch.nn.functional.linear(
+        x.bfloat16().float(), layer[0].weight.bfloat16().float(), layer[0].bias
+    )
+    for paths, others in (((contract.auto_path(),), halves.detach()), ((), exact)):
+        monkeypatch.setattr(products, "IN_PAIRS", paths)
+        assert products.rounds(layer) == bool(paths)
+        with torch.no_grad(), products.few_rows(layer, lambda: 5):
+            found = layer[0](x)
+        torch.testing.assert_close(found[:, :5], exact[:, :5], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[:, 5:], others[:, 5:], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(exact, halves, rtol=1e-5, atol=1e-5)
 
 
 def answered(attach, model, repair, seen=None):
@@ -71,8 +91,9 @@ def answered(attach, model, repair, seen=None):
 def test_what_is_repaired_differs_by_rounding_and_what_stands_before_not_at_all(
     attach, model, monkeypatch, repair
 ):
-    computed, original = [], products.multiply
-    monkeypatch.setattr(products, "multiply", lambda *args: computed.append(0) or original(*args))
+    computed, original = [], products.multiply_into
+    monkeypatch.setattr(products, "multiply_into", lambda *args: computed.append(0) or original(*args))
+    monkeypatch.setattr(products, "IN_PAIRS", ())  # without rounding
     logits, cache, report = answered(attach, model, repair)
     assert bool(computed) and report.approximate_tokens == 100
     monkeypatch.setattr(products, "available", lambda: False)
@@ -91,17 +112,17 @@ def test_what_is_repaired_differs_by_rounding_and_what_stands_before_not_at_all(
 def test_what_is_stored_is_put_in_place_once(attach, model, monkeypatch):
     loaded, original = [], Blend.load
     monkeypatch.setattr(Blend, "load", lambda self, *args: loaded.append(args[0]) or original(self, *args))
-    _, cache, report = answered(attach, model, REPAIR, loaded)
+    report = answered(attach, model, REPAIR, loaded)[2]
     assert report.recomputed_tokens < 100 and sorted(loaded) == list(range(6))
-    ask = BlendLayer._ask
 
-    def forget(self, *args):
-        handed = ask(self, *args)
-        self._under = None
-        return handed
 
-    monkeypatch.setattr(BlendLayer, "_ask", forget)
-    _, again, _ = answered(attach, model, REPAIR, loaded)
-    assert len(loaded) == 12
-    for ours, theirs in zip(cache.layers, again.layers, strict=True):
-        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+@kernels
+def test_what_one_pass_does_not_repair_is_computed_rounded(attach, model, monkeypatch):
+    monkeypatch.setattr(products, "IN_PAIRS", (contract.auto_path(),))
+    monkeypatch.setattr(Gauge, "left", lambda *_args: 1.0)
+    _, cache, report = answered(attach, model, Repair(**RULES))
+    assert report.recomputed_tokens == 100 and report.estimated_kl == LEFT_ROUNDED
+    with torch.no_grad():
+        plain = model(asked(), use_cache=True).past_key_values
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        torch.testing.assert_close(ours.keys[:, :, :122], theirs.keys, rtol=0, atol=0.2)

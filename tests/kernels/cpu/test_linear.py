@@ -274,3 +274,19 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(InvalidArgument, match=said):
             linear.turn(*args)
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (80, 5)])
+def test_rows_in_bf16_times_weights_that_are_rounded_to_it(path, inputs, outputs):
+    (x, tx), w, bias = halves(201, inputs), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)
+    rounded = torch.from_numpy(w).bfloat16().float().numpy()
+    for added in (None, bias):
+        wanted = tx.double().numpy() @ rounded.astype(np.float64).T + (0 if added is None else added)
+        whole = linear.multiply(x, w, added, path=path)
+        assert whole.dtype == np.float32 and near(whole, wanted, tx.float().numpy(), w)
+        for rows in (0, 1, 2, 3, 6, 7, 8, 13, 95, 97, 200):
+            some = linear.multiply(x[:rows], w, added, threads=rows % 4, path=path)
+            assert np.array_equal(some, whole[:rows]), rows
+    with pytest.raises(contract.Unsupported):
+        linear.multiply(x, w, None, w, path=path)

@@ -25,14 +25,13 @@ from tests.hf.zoo import build, generate, prompt
 ANSWER = prompt(9, seed=7)[0].tolist()
 PAIRS = [(prompt(150, seed=seed)[0].tolist(), ANSWER) for seed in (1, 2)]
 STEPS = 2 * 2 * len(CAUTIONS)  # both pairs, as a prefix and by "auto"
-MAX_KL = 0.05
+MAX_KL = 0.015
 
 
 @pytest.fixture
 def too_low(monkeypatch):
     """A small part of what this model's answers are off by."""
-    monkeypatch.setattr(estimate, "LEFT", 0.04)
-    monkeypatch.setattr(estimate, "MOST_MOVED", 100.0)
+    monkeypatch.setattr(estimate, "LEFT", 1.0)
 
 
 def ways(kv, monkeypatch, stop=99, pairs=PAIRS):
@@ -82,9 +81,8 @@ def test_the_least_caution_that_keeps_the_promise_is_what_auto_has(kv, model, cl
 
 def test_caution_multiplies_the_estimate():
     careless, careful = estimate.Gauge(8), estimate.Gauge(8, 4.0)
-    careless._moved = careful._moved = [1e-3]
+    careless._moved = careful._moved = 1e-3
     assert math.isclose(careful.left(True), 4 * careless.left(True))
-    assert math.isclose(careful.left_by_second(), 4 * careless.left_by_second())
     for wrong in (0.5, math.nan, math.inf):
         with pytest.raises(InvalidArgument, match="caution"):
             Repair(caution=wrong)
@@ -181,4 +179,4 @@ def test_a_calibration_of_another_release_is_told_of_once(model, client, cache, 
         with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
             assert kv.repair is None
     (said,) = [record.getMessage() for record in caplog.records if path.name in record.getMessage()]
-    assert "version 2, not 4" in said and "calibrate()" in said
+    assert "version 2, not 5" in said and "calibrate()" in said
