@@ -6,6 +6,8 @@ configuration; both end in their own factories.
 """
 
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.engines.lmcache.test_lmcache import environment
 from tests.engines.sglang.sglang_package import HOME, HostPool, load
 from tests.engines.sglang.test_sglang import config, hashes
 
+CONTEXT, ARGUMENTS = "sglang.srt.runtime_context", "sglang.srt.arg_groups.arg_utils"
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
@@ -33,8 +36,15 @@ def test_sglang_knows_the_flags():
     assert [flag for flag in flags if f'"{flag[2:].replace("-", "_")}"' not in fields] == []
 
 
-def test_sglang(daemon, tiny_model):
+def test_sglang(daemon, tiny_model, monkeypatch):
     sglang, kvstored = load(), daemon()
+    context = SimpleNamespace(
+        server_args=object(), overrides_log=list,
+        resolved_server_args_dict=lambda: {"model_path": tiny_model(0)},
+    )  # fmt: skip  # as an engine's process has published them
+    parts = {CONTEXT: {"get_context": lambda: context}, ARGUMENTS: {"namespace_of": lambda kind: {}}}
+    for name, part in parts.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**part))
     flag = "--hicache-storage-backend-extra-config"
     (extra,) = arguments(flag, **{"/run/kvstored": str(kvstored.dir), "MODEL": tiny_model(0)})
     keys, pages = hashes(0, 2), []
