@@ -153,6 +153,15 @@ class KVClient:
         or on their way; loads of higher priority go first."""
         return self._call(lambda native: native.prefetch(keys, priority))
 
+    def push(self, keys: Any, to: str) -> int:
+        """Has another host told to come for these blocks, and waits for nothing: who asks for them there
+        finds them, or their first layers. `to` is its node; its namespace takes them if it has
+        share = "read-write". Blocks that are still written come layer by layer. Says how many of the keys it
+        is told of: no more than 4,096 wait to be told.
+        Raises InvalidArgument, NotPermitted, DeadlineExceeded, and Unavailable if that host is not
+        connected, or takes nothing."""
+        return self._call(lambda native: native.push(keys, to))
+
     def load_estimate_s(self, length_bytes: int) -> float | None:
         """Seconds until so many bytes, asked for now, would be loaded from disk, by what the daemon's loads
         took so far. None: it has loaded nothing yet."""

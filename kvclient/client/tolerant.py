@@ -77,6 +77,9 @@ class TolerantClient(KVClient):
     def prefetch(self, keys: Any, priority: int = 35) -> int:
         return self._tolerate(lambda native: native.prefetch(keys, priority), lambda: 0)
 
+    def push(self, keys: Any, to: str) -> int:
+        return self._tolerate(lambda native: native.push(keys, to), lambda: 0)
+
     def load_estimate_s(self, length_bytes: int) -> float | None:
         check_bounds("length_bytes", length_bytes, 0, MAX_LOAD_BYTES)
         seconds = self._tolerate(lambda native: native.load_estimate_s(length_bytes), lambda: -1.0)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_blob
 from kvclient.checks import check_bounds, check_real, whole_seconds
-from kvclient.errors import Closed, InvalidArgument
+from kvclient.errors import Closed, InvalidArgument, Unavailable
 from kvclient.testing.in_memory_blocks import Blocks, BlockView, Lookup, split_keys
 from kvclient.testing.in_memory_store import MISSING, PENDING, InMemoryStore, Pin, Session
 from kvclient.testing.in_memory_writer import Writer
@@ -101,6 +101,10 @@ class InMemoryClient:
         """How many of the keys are in memory or being written: there is nothing below to load from."""
         check_bounds("priority", priority, 0, 100)
         return len(found := self.lookup(keys).states) - found.count(MISSING)
+
+    def push(self, keys: Any, to: str) -> int:
+        """Raises Unavailable: there is no other host."""
+        raise Unavailable(f"no host {to} takes what is pushed to it: a store in this process has no others")
 
     def load_estimate_s(self, length_bytes: int) -> float | None:
         """None: nothing was ever loaded."""

@@ -360,7 +360,7 @@ class Config:
     @property
     def shared(self) -> tuple[str, ...]:
         """The namespaces whose blocks peers may read."""
-        return tuple(namespace.name for namespace in self.namespaces if namespace.share == "read")
+        return tuple(namespace.name for namespace in self.namespaces if namespace.share != "none")
 
     @property
     def tls(self) -> tuple[str, str, str]:

@@ -10,7 +10,7 @@ and its shown form has no secret in it.
     readers = ["@analysts", 1000]
     writers = ["alice", "@llm"]
     salt = "generated"     # or "file:/etc/kvstored/batch.salt", or, in the file only, "text:…"
-    share = "none"         # or "read": peers that prove the same salt may read its blocks
+    share = "none"         # or "read": who proves the same salt may read its blocks; "read-write": push too
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvstored.config.units import format_size, parse_size
 
 MAX_NAMESPACES = 16
 MAX_PRINCIPALS = 64
+SHARES = ("none", "read", "read-write")
 MAX_SALT_BYTES = 1024
 MIN_SALT_BYTES = 8
 # What every user and group becomes that has no name here: it stands for nobody in particular.
@@ -44,7 +45,9 @@ class Namespace:
     readers: tuple[str, ...] = ()
     writers: tuple[str, ...] = ()
     salt: str = ""  # "", "generated", "file:<path>" or "text:<secret>"
-    share: str = "none"  # "read": peers that know the same salt may read it, and it is filled from them
+    # "read": peers that know the same salt may read it, and it is filled from them when a client here asks.
+    # "read-write": and when a client there pushes.
+    share: str = "none"
 
     @property
     def open_to_others(self) -> bool:
@@ -135,9 +138,9 @@ def _namespace(name: Any, about: Mapping[str, Any]) -> Namespace:
 
 def _shared(name: str, about: Mapping[str, Any]) -> str:
     share = about.get("share", "none")
-    if share not in ("none", "read"):
-        raise ValueError(f"share of {name!r} is {share!r}: none or read is wanted")
-    if share == "read" and about.get("salt", "") in ("", "generated"):
+    if share not in SHARES:
+        raise ValueError(f"share of {name!r} is {share!r}: one of {', '.join(SHARES)} is wanted")
+    if share != "none" and about.get("salt", "") in ("", "generated"):
         raise ValueError(
             f"{name!r} is shared and has no salt that a peer could have too: give the same file:</path> "
             "(or text:<secret>) to each"

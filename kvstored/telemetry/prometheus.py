@@ -147,6 +147,7 @@ PEER_METRICS: dict[str, About] = {
     "fetched": ("kvstored_peer_fetches_total", "counter", "Blocks fetched from it."),
     "fetch_bytes": ("kvstored_peer_fetch_bytes_total", "counter", "Bytes of them."),
     "missing": ("kvstored_peer_misses_total", "counter", "Blocks that it did not have."),
+    "pushed": ("kvstored_peer_pushed_total", "counter", "Blocks that it had this host come for."),
     "busy": ("kvstored_peer_busy_total", "counter", "Blocks it was sending to as many as may have it."),
     "held": ("kvstored_peer_blocks_known", "gauge", "Blocks it is known to have."),
     "corrupt": ("kvstored_peer_corrupt_total", "counter", "Connections ended by bytes that did not match."),

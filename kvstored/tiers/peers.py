@@ -99,10 +99,11 @@ class Peers:
         if config.peer or config.cluster:
             for name in config.shared:
                 self._tiers[name] = _core.PeerTier(
-                    stores[name], config.node, self.salts[name], addresses, self._tls
-                )
+                    stores[name], config.node, self.salts[name], addresses, self._tls,
+                    takes=config.namespace(name).share == "read-write",
+                )  # fmt: skip
         if (config.peer or config.listen) and not config.shared:
-            log.warning("nothing_shared", why="no namespace has share = read: peers see none of them")
+            log.warning("nothing_shared", why="no namespace has a share: peers see none of them")
 
     def _make_server(self, at: Endpoint, peers: list[str], tls: Any, stores: Mapping[str, Any]) -> Any:
         trusted = self._config.trusted_network

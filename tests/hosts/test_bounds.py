@@ -1,5 +1,5 @@
 """What peers may take of a host: descriptors that the limit has room for, and sixteen streams to each, which
-a prompt that nobody finishes does not block for others.
+a prompt that nobody finishes does not block for others; a quarter of its memory, and the rest in turn.
 """
 
 import contextlib
@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
+from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys, pattern
 from tests.conftest import DaemonFailed
 from tests.hosts.hosts import Hosts, free_port, told
-from tests.hosts.test_peers import put
+from tests.hosts.test_peers import checked, put
 
 MOST_STREAMS = 16
 
@@ -52,3 +52,15 @@ def test_prompts_that_nobody_finishes_hold_streams_and_block_no_other(daemon, tm
             for block in found:
                 check(block)
     assert hosts.peers(1)["n0"]["fetched"] == len(keys) + len(others)
+
+
+def test_more_than_peers_may_hold_at_once_comes_whole(daemon, tmp_path, wait_until):
+    """A quarter of the sender's memory may be pinned for peers: the rest waits its turn, and is no miss."""
+    hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
+    keys = new_keys(40)
+    with hosts[0].connect() as writer, hosts[1].connect() as reader:
+        put(writer, keys, BIG)
+        told(reader, keys)
+        with reader.get(keys, wait_s=30) as blocks:
+            checked(blocks, keys, BIG)
+    assert hosts.peers(1)["n0"]["missing"] == 0

@@ -245,10 +245,11 @@ class Attachment(Scoped):
         """Leaves in the store what a caller's own loop computed; see kvclient.hf.attachment.publish."""
         return publish(self, self._attached_model(), token_ids, cache)
 
-    def handoff(self, *, lease_s: float = LEASE_S, **inputs: Any) -> Handoff:
+    def handoff(self, *, lease_s: float = LEASE_S, to: str | None = None, **inputs: Any) -> Handoff:
         """Prefills prompts in a thread, for resume() elsewhere, and holds their blocks so long without a word
-        of who resumes; see kvclient.hf.handoff."""
-        return hand_off(self, self._attached_model(), lease_s, inputs)
+        of who resumes; see kvclient.hf.handoff. `to`: the node that will decode, which comes for the layers
+        at once, before it is asked (share = "read-write" there)."""
+        return hand_off(self, self._attached_model(), lease_s, to, inputs)
 
     def resume(self, handoff: Handoff, **generate_kwargs: Any) -> Any:
         """What generate() returns for handed prompts, with the KV that was, or is being, computed there."""

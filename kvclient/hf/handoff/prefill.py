@@ -81,10 +81,12 @@ def rows_of(inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row[keep].tolist()) for row, keep in zip(ids, kept, strict=True))
 
 
-def hand_off(attachment: Any, model: torch.nn.Module, lease_s: float, inputs: dict[str, Any]) -> Handoff:
-    """Begins the prefill, and returns once its blocks can be found. `inputs`: with the options that the first
-    token is chosen by, if it is to be used. Raises InvalidArgument for padding on the right, and what is
-    beyond a handoff's limits."""
+def hand_off(
+    attachment: Any, model: torch.nn.Module, lease_s: float, to: str | None, inputs: dict[str, Any]
+) -> Handoff:
+    """Begins the prefill, and returns once its blocks can be found, and were pushed to the node `to`.
+    `inputs`: with the options that the first token is chosen by, if it is to be used. Raises InvalidArgument
+    for padding on the right, and what is beyond a handoff's limits."""
     rows, mark = rows_of(inputs), os.urandom(MARK_BYTES)
     size = attachment.chunker.block_tokens
     Handoff(attachment.identity, rows, size, mark, lease_s).check()
@@ -117,4 +119,8 @@ def hand_off(attachment: Any, model: torch.nn.Module, lease_s: float, inputs: di
     while not all(client.lookup(key).states[0] for key in last) and time.monotonic() < end:
         if prefill._ended.wait(0.0005):
             break
-    return Handoff(attachment.identity, rows, size, mark, lease_s, _prefill=prefill)
+    pushed = 0
+    if to is not None:
+        with contextlib.suppress(KVClientError):  # it is asked for there all the same, once it is resumed
+            pushed = sum(client.push(chain, to) for chain in chains)
+    return Handoff(attachment.identity, rows, size, mark, lease_s, pushed=pushed, _prefill=prefill)

@@ -37,6 +37,7 @@ class Handoff:
     block_tokens: int  # of whole blocks
     mark: bytes  # 32 random bytes: what a host that decodes them says that it does by
     lease_s: float = LEASE_S  # without a word of who decodes, until the blocks are held no more
+    pushed: int = field(default=0, compare=False)  # blocks that the node `to` was told to come for
     _first: First | None = field(default=None, compare=False)
     _prefill: Prefill | None = field(default=None, compare=False, repr=False)
 
@@ -79,7 +80,7 @@ class Handoff:
         if type(lease_s) not in (int, float):
             raise InvalidArgument(f"no handoff: lease_s={lease_s!r:.40}")
         first = None if first is None else First.of(first)
-        handoff = cls(identity, rows, size, mark, float(lease_s), first)
+        handoff = cls(identity, rows, size, mark, float(lease_s), _first=first)
         handoff.check()
         return handoff
 

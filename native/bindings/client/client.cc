@@ -102,6 +102,12 @@ size_t prefetch(Client& client, nb::handle source, long long priority) {
   return count;
 }
 
+uint32_t push(Client& client, nb::handle source, const std::string& to) {
+  const KeysArgument keys(source);
+  const WithoutGil released;
+  return client.push(keys.keys(), to);
+}
+
 nb::object create(Client& client, nb::handle source, long long layout_id, long long priority, uint32_t ttl_s,
                   const std::optional<std::vector<long long>>& token_counts, nb::handle sealing,
                   std::optional<uint64_t> attachment) {
@@ -225,6 +231,7 @@ void bind_client(nb::module_& m) {
       .def("renew_lock", &Client::renew_lock)
       .def("lookup", lookup, nb::arg("keys").none(), nb::arg("peers") = false)
       .def("get", get, nb::arg("keys").none(), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
+      .def("push", push, nb::arg("keys").none(), nb::arg("to"))
       .def("prefetch", prefetch, nb::arg("keys").none(), nb::arg("priority") = kDefaultPriority)
       .def("load_estimate_s", &Client::load_estimate_s, nb::arg("length_bytes"))
       .def("peer_estimate_s", &Client::peer_estimate_s, nb::arg("length_bytes"))

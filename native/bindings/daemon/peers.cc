@@ -163,9 +163,10 @@ void bind_peers(nb::module_& m) {
       .def(
           "__init__",
           [](Tier* self, kv::Store& store, const std::string& node, nb::bytes salt, const std::vector<Tier::Address>& peers,
-             std::shared_ptr<TlsIdentity> tls) { new (self) Tier(store, node, secret(salt), peers, std::move(tls)); },
+             std::shared_ptr<TlsIdentity> tls,
+             bool takes) { new (self) Tier(store, node, secret(salt), peers, std::move(tls), takes); },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("node"), nb::arg("salt"), nb::arg("peers"),
-          nb::arg("tls").none() = nb::none())
+          nb::arg("tls").none() = nb::none(), nb::arg("takes") = false, "takes: what a peer pushes is fetched.")
       .def("start", &Tier::start, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &Tier::stop, nb::call_guard<nb::gil_scoped_release>())
       .def(

@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/base/atomics.h"
 #include "core/base/error.h"
@@ -263,6 +264,26 @@ uint32_t Client::count_over(protocol::Op op, std::span<const Key> keys) {
     for (uint8_t there :
          at->ask(op, static_cast<uint32_t>(part.size()), {reinterpret_cast<const uint8_t*>(part.data()), part.size_bytes()}))
       count += there;
+  }
+  return count;
+}
+
+uint32_t Client::push(std::span<const Key> keys, const std::string& node) {
+  protocol::PushHead head{};
+  if (node.empty() || node.size() >= sizeof head.node)
+    throw Error(Code::InvalidArgument, "a host's name has 1 to " + std::to_string(sizeof head.node - 1) + " bytes, this one " +
+                                           std::to_string(node.size()));
+  std::memcpy(head.node, node.data(), node.size());
+  const std::shared_ptr<Attachment> at = usable();
+  uint32_t count = 0;
+  for (size_t first = 0; first < keys.size(); first += kMaxKeysPerMessage) {
+    const auto part = keys.subspan(first, std::min<size_t>(kMaxKeysPerMessage, keys.size() - first));
+    std::vector<uint8_t> body;
+    protocol::append(body, head);
+    protocol::append_bytes(body, part.data(), part.size_bytes());
+    const std::vector<uint8_t> answer = at->ask(protocol::Op::Push, static_cast<uint32_t>(part.size()), body);
+    protocol::Reader reader(answer);
+    count += reader.take<uint32_t>();
   }
   return count;
 }

@@ -175,6 +175,9 @@ class Client {
   std::shared_ptr<BlockBatch> get(std::span<const Key> keys, bool follow);
   // Asks the daemon to load what lies on disk. Waits for nothing.
   std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority);
+  // Has that host told to come for these blocks, and waits for nothing. How many it is told of: what waits to be told is bounded.
+  // Throws Unavailable if it takes none now, InvalidArgument for a name that none can have.
+  uint32_t push(std::span<const Key> keys, const std::string& node);
   // Turns the batch's misses into hits as their blocks are loaded, or sealed by who writes them. False: the deadline came first.
   // Throws Detached if the batch is of an attachment before.
   bool await(BlockBatch& batch, std::span<const Key> keys, bool follow, const timespec& deadline);

@@ -43,11 +43,12 @@ enum class Op : uint16_t {
   TakeBack,
   PinTerms,
   Device,
-  kLast = Device
+  Push,
+  kLast = Push
 };
 inline constexpr const char* kOpNames[] = {
-    "attach",  "register_layout", "create", "seal",       "abort",     "lookup",  "delete",    "touch",     "stats", "token",
-    "promote", "suspect",         "keep",   "allow_pins", "elsewhere", "publish", "take_back", "pin_terms", "device"};
+    "attach",  "register_layout", "create", "seal",       "abort",     "lookup",  "delete",    "touch",     "stats",  "token",
+    "promote", "suspect",         "keep",   "allow_pins", "elsewhere", "publish", "take_back", "pin_terms", "device", "push"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -161,6 +162,12 @@ struct PinsWanted {
 
 // Elsewhere: count keys; a byte each, 1 if another host is known to have the block. Nobody is asked. A daemon that does not know
 // the operation refuses it.
+
+// Push: a PushHead and count keys; the reply is a uint32_t, how many of them that host is told to come for. A daemon that does
+// not know the operation refuses it.
+struct PushHead {
+  char node[kMaxNamespace + 1];
+};
 
 // Publish, TakeBack: a RegionHead and `count` items; the reply has a RegionItem each. A daemon that does not know these
 // operations refuses them.

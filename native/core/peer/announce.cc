@@ -14,10 +14,24 @@ constexpr std::chrono::milliseconds kLinger{3};    // after what was told, so th
 constexpr std::chrono::milliseconds kSlice{1000};  // between two looks whether the other end is there
 
 struct Listening {
-  explicit Listening(Journal& journal) : journal(journal) { journal.listen(1); }
-  ~Listening() { journal.listen(-1); }
+  Listening(Journal& journal, const std::string& taker) : journal(journal), taker(taker) {
+    journal.listen(1);
+    if (!taker.empty()) journal.take_for(taker, 1);
+  }
+  ~Listening() {
+    journal.listen(-1);
+    if (!taker.empty()) journal.take_for(taker, -1);
+  }
   Journal& journal;
+  const std::string& taker;
 };
+
+void put_pushed(Channel& channel, uint32_t request, std::span<const Key> keys) {
+  for (; !keys.empty(); keys = keys.subspan(std::min<size_t>(keys.size(), kMaxKeysPerFetch)))
+    channel.put({.kind = static_cast<uint16_t>(Kind::Pushed), .request = request},
+                std::as_bytes(keys.first(std::min<size_t>(keys.size(), kMaxKeysPerFetch))));
+  channel.flush();
+}
 
 void put_marks(Channel& channel, uint32_t request, std::span<const uint64_t> marks, bool complete) {
   do {
@@ -31,13 +45,14 @@ void put_marks(Channel& channel, uint32_t request, std::span<const uint64_t> mar
 
 }  // namespace
 
-void announce(Store& store, Channel& channel, uint32_t request, const std::atomic<bool>& over) {
+void announce(Store& store, Channel& channel, uint32_t request, const std::string& taker, const std::atomic<bool>& over) {
   Journal& journal = store.journal();
-  const Listening listening(journal);
+  const Listening listening(journal, taker);
   std::vector<uint64_t> changes;
   uint64_t from = journal.head();
   bool whole = false;  // all was told once
   for (uint64_t told_ns = monotonic_ns(); !over.load();) {
+    const std::vector<Key> pushed = journal.take(taker);  // first: what was put before it is told before it
     if (!whole) {
       from = journal.head();  // what changes while the table is read is told behind it
       for (uint32_t record = 0; record < store.options().max_blocks && !over.load();)
@@ -48,10 +63,13 @@ void announce(Store& store, Channel& channel, uint32_t request, const std::atomi
     if (!whole || !changes.empty() || monotonic_ns() - told_ns > uint64_t{kHoldsMs} * 1'000'000) {
       put_marks(channel, request, changes, true);
       told_ns = monotonic_ns(), whole = true;
+      put_pushed(channel, request, pushed);
       if (!changes.empty()) std::this_thread::sleep_for(kLinger);
+    } else {
+      put_pushed(channel, request, pushed);
     }
     if (channel.hung_up()) throw Broken(Broken::Why::Gone, "it hung up");
-    journal.wait(from, kSlice, over);
+    journal.wait(from, taker, kSlice, over);
   }
 }
 

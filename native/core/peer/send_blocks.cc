@@ -14,7 +14,7 @@ namespace {
 constexpr uint32_t kSliceMs = 20;         // between two looks whether the other end is still there
 constexpr uint64_t kSignOfLifeMs = 500;   // of kStallMs
 constexpr uint64_t kLongestMs = 120'000;  // for which the next layer of blocks that nobody finishes is waited for
-constexpr uint64_t kLoadMs = 5000;        // for which one that lies on disk is waited for
+constexpr uint64_t kLoadMs = 5000;        // for which one that lies on disk, or has no turn, is waited for
 constexpr timespec kLoadLook{0, 500'000};
 }  // namespace
 
@@ -31,7 +31,7 @@ struct BlockSender::Block {
   BlockSender& sender;
   const uint16_t item;
   const Key key;
-  uint64_t loading_until_ms = 0;  // it lies on disk, and is being loaded
+  uint64_t begins_until_ms = 0;  // it lies on disk and is being loaded, or peers hold as much as they may
   bool admitted = false;
   std::optional<ReadJob> job;
   const Layout* layout = nullptr;
@@ -62,15 +62,18 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
     if (sent_.bytes != sent_bytes) moved_ms = now_ms;
     if (first && now_ms - told_ms > kSignOfLifeMs) channel_.put(frame(Kind::Waiting, *first), {}), told_ms = now_ms;
     channel_.flush();
+    bool let_go = false;
+    for (Block& block : blocks)
+      if (block.done && block.job) block.end(), let_go = true;
     if (!first) return sent_;
     if (channel_.hung_up()) throw Broken(Broken::Why::Gone, "it hung up");
     if (now_ms - moved_ms > kLongestMs) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
-    wait_for(store_, *first);
+    if (!let_go) wait_for(store_, *first);
   }
 }
 
 void BlockSender::wait_for(Store& store, const Block& block) {
-  if (!block.job) {  // it is being loaded
+  if (!block.job) {
     ::nanosleep(&kLoadLook, nullptr);
     return;
   }
@@ -85,9 +88,13 @@ void BlockSender::wait_for(Store& store, const Block& block) {
 bool BlockSender::load(Block& block) {
   LowerTier* below = store_.lower();
   if (!below || store_.lookup(block.key).presence != Presence::OnDisk) return false;
+  return has_time(block) && below->promote(block.key, kDefaultPriority) != Presence::Missing;
+}
+
+bool BlockSender::has_time(Block& block) {
   const uint64_t now_ms = monotonic_ms();
-  if (!block.loading_until_ms) block.loading_until_ms = now_ms + kLoadMs;
-  return now_ms < block.loading_until_ms && below->promote(block.key, kDefaultPriority) != Presence::Missing;
+  if (!block.begins_until_ms) block.begins_until_ms = now_ms + kLoadMs;
+  return now_ms < block.begins_until_ms;
 }
 
 void BlockSender::refer(Block& block, const std::vector<std::string>& instead) {
@@ -101,9 +108,11 @@ void BlockSender::refer(Block& block, const std::vector<std::string>& instead) {
 
 void BlockSender::begin(Block& block) {
   const Key& key = block.key;
-  block.job = store_.begin_read(key);
+  bool crowded = false;
+  block.job = store_.begin_read(key, &crowded);
   if (!block.job) {
-    if (load(block)) return;
+    if (crowded && !has_time(block)) return refer(block, {});
+    if (crowded || load(block)) return;
     channel_.put(frame(Kind::Missing, block), {});
     block.done = true;
     return;

@@ -163,7 +163,7 @@ bool Server::answer(Visit& visit, const Frame& head, Space& space, BlockSender& 
   }
   if (head.kind == static_cast<uint16_t>(Kind::Watch)) {
     Channel::expect(head, Kind::Watch, 0);
-    announce(*space.store, channel, head.request, visit.outdated);
+    announce(*space.store, channel, head.request, head.layer == 1 ? visit.node : "", visit.outdated);
     return false;
   }
   std::vector<Key> keys(std::min<uint64_t>(head.bytes / sizeof(Key), kMaxKeysPerFetch));

@@ -30,8 +30,14 @@ constexpr double kUnmeasuredS = 1e-3;            // of a block, for a peer that 
 }  // namespace
 
 Tier::Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers,
-           std::shared_ptr<TlsIdentity> tls)
-    : store_(store), node_(std::move(node)), salt_(salt), tls_(std::move(tls)), window_(store, true), loans_(store) {
+           std::shared_ptr<TlsIdentity> tls, bool takes)
+    : store_(store),
+      node_(std::move(node)),
+      salt_(salt),
+      tls_(std::move(tls)),
+      takes_(takes),
+      window_(store, true),
+      loans_(store) {
   if (peers.size() > kMaxPeers)
     throw Error(Code::InvalidArgument, std::to_string(peers.size()) + " peers, the limit is " + std::to_string(kMaxPeers));
   peers_.reserve(kMaxPeers);  // their threads read it while others join
@@ -117,8 +123,6 @@ void Tier::go() {
   Lock lock(mutex_);
   wake_streams();
 }
-
-bool Tier::known(const Key& key) const { return (directory_.holders(key) & usable_.load()) != 0; }
 
 double Tier::estimate_s(uint64_t bytes) const {
   const uint64_t rate = best_bytes_per_s_.load(std::memory_order_relaxed);

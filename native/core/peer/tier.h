@@ -33,6 +33,7 @@ namespace kv::peer {
 #define KV_PEER_COUNTERS(X) \
   X(fetched)                \
   X(fetch_bytes)            \
+  X(pushed)                 \
   X(placed) X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused) X(busy)
 
 class Tier final : public Fetcher {
@@ -51,9 +52,9 @@ class Tier final : public Fetcher {
 #undef X
   };
 
-  // `tls`: none for plain connections.
+  // `tls`: none for plain connections. `takes`: what a peer pushes is fetched; its word costs this host memory then.
   Tier(Store& store, std::string node, const Secret& salt, const std::vector<Address>& peers,
-       std::shared_ptr<TlsIdentity> tls = nullptr);
+       std::shared_ptr<TlsIdentity> tls = nullptr, bool takes = false);
   ~Tier() override { stop(); }
   void start();  // its threads, one that listens to news and one a stream
   void stop();   // ends them; what was asked for is a miss
@@ -64,7 +65,7 @@ class Tier final : public Fetcher {
 
   Presence fetch(const Key& key, uint32_t priority) override;
   void go() override;
-  bool known(const Key& key) const override;
+  bool known(const Key& key) const override { return (directory_.holders(key) & usable_.load()) != 0; }
   double estimate_s(uint64_t bytes) const override;
   void placer_ended() { loans_.process_ended(); }  // the process that places blocks: nothing of it writes any more
   std::vector<PeerStats> stats();                  // one a peer, in the order of their addresses
@@ -146,11 +147,13 @@ class Tier final : public Fetcher {
   void watch(size_t peer);
   void listen(size_t peer, Channel& channel);
   void hear(const std::vector<uint64_t>& marks);
+  void take_pushed(size_t peer, Channel& channel, const Frame& head);
 
   Store& store_;
   const std::string node_;
   const Secret salt_;
   const std::shared_ptr<TlsIdentity> tls_;
+  const bool takes_;
   Window window_;
   uint32_t owner_ = 0;
   std::atomic<bool> stop_{false};

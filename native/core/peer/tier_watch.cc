@@ -43,12 +43,16 @@ void Tier::watch(size_t p) {
 // Until the connection breaks.
 void Tier::listen(size_t p, Channel& channel) {
   const uint32_t request = ++requests_;
-  channel.put({.kind = static_cast<uint16_t>(Kind::Watch), .request = request}, {});
+  channel.put({.kind = static_cast<uint16_t>(Kind::Watch), .request = request, .layer = takes_}, {});
   channel.flush();
   std::vector<uint64_t> marks;
   for (;;) {
     const Frame head = channel.take_head(kSilenceMs);
     if (tls_ && channel.generation() != tls_->generation()) throw Broken(Broken::Why::Gone, "the certificates are others now");
+    if (takes_ && head.kind == static_cast<uint16_t>(Kind::Pushed) && head.request == request) {
+      take_pushed(p, channel, head);
+      continue;
+    }
     if (head.bytes > kMaxControlBytes || head.bytes % sizeof(uint64_t) || head.request != request || head.layer > 1)
       malformed("a frame that does not belong here");
     Channel::expect(head, Kind::Holds, head.bytes);
@@ -57,6 +61,19 @@ void Tier::listen(size_t p, Channel& channel) {
     for (const uint64_t mark : marks) directory_.tell(p, mark);
     if (head.layer) directory_.completed(p);
     hear(marks);
+  }
+}
+
+// As if a client here had asked for it, and nobody waits. What there is no room for among the flights is left out.
+void Tier::take_pushed(size_t p, Channel& channel, const Frame& head) {
+  std::vector<Key> keys(std::min<uint64_t>(head.bytes / sizeof(Key), kMaxKeysPerFetch));
+  Channel::expect(head, Kind::Pushed, keys.size() * sizeof(Key));
+  channel.take_checked(head, reinterpret_cast<std::byte*>(keys.data()));
+  peers_[p]->pushed += keys.size();
+  try {
+    store_.promote(keys, kDefaultPriority);
+  } catch (const Error&) {
+    // Fenced: another daemon has the pool.
   }
 }
 

@@ -33,7 +33,7 @@ enum class Kind : uint16_t {
   Ping,
   Pong,
   Busy,   // it is sent to as many as may have it at once; the payload has names of nodes that get it, kMaxName + 1 bytes each
-  Watch,  // from here on this connection is for Holds alone
+  Watch,  // from here on this connection is for Holds alone; `layer` 1: and for Pushed
   Holds,  // marks of keys (core/store/journal.h) that came and went, in order; `layer` is 1 once all that there is was told
   // Between a daemon and the fabric beside it, which brings a block to its place itself (core/store/quarantine.h):
   Offer,    // behind a Head: all of the block's extent can be had; CRC32C of the meta area, then of each layer
@@ -41,6 +41,8 @@ enum class Kind : uint16_t {
   Placed,   // the extent is filled, and nothing writes there any more
   Checked,  // the answer: it is the block, and published (`layer` is 1), or is not; then its layers may come, or Lost
   Over,     // before any answer: numbers of loans whose transfers are over
+  // Between daemons again:
+  Pushed,  // keys that somebody there wants this host to come for
 };
 
 struct Frame {

@@ -89,6 +89,23 @@ std::vector<uint8_t> device(Store& store, uint32_t session, protocol::Reader bod
   return {};
 }
 
+std::vector<uint8_t> push(Store& store, uint32_t count, protocol::Reader body) {
+  const auto head = body.take<protocol::PushHead>();
+  const auto keys = body.take<Key>(count);
+  need_end(body);
+  const std::string node(head.node, ::strnlen(head.node, sizeof head.node - 1));
+  const std::optional<size_t> told = store.journal().push(node, keys);
+  if (!told) {
+    std::string takers;
+    for (const std::string& other : store.journal().takers()) takers += (takers.empty() ? "" : ", ") + other;
+    throw Error(Code::Unavailable, "no host " + node + " takes what is pushed to it in namespace " + store.name() +
+                                       "; those that do now: " + (takers.empty() ? "none" : takers));
+  }
+  std::vector<uint8_t> out;
+  append(out, static_cast<uint32_t>(*told));
+  return out;
+}
+
 std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<Key>& keys) {
   std::vector<uint8_t> out;
   for (const Presence there : store.promote(keys, priority)) append(out, protocol::PromiseItem{static_cast<uint32_t>(there), 0});
@@ -205,6 +222,7 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
                     "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
       return promote(store, head.priority, keys);
     }
+    case Op::Push: return push(store, request.count, body);
     case Op::Stats: {
       const std::string text = stats_json(store);
       return {text.begin(), text.end()};

@@ -132,9 +132,9 @@ class Store {
   void tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us);                       // what a fetch takes now
   void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
   const Fetcher* peers() const { return peers_.load(std::memory_order_acquire); }        // null: none
-  // Has them brought into memory by what lies below, or from a peer.
-  std::vector<Presence> promote(std::span<const Key> keys, uint32_t priority);
-  std::optional<ReadJob> begin_read(const Key& key);                   // sealed or being written; its memory stays until end_read
+  std::vector<Presence> promote(std::span<const Key> keys, uint32_t priority);  // has them brought by what lies below, or a peer
+  // Its memory stays until end_read(). None: it is neither sealed nor being written, or, `crowded`, peers hold all they may.
+  std::optional<ReadJob> begin_read(const Key& key, bool* crowded = nullptr);
   void end_read(Handle handle);                                        // its memory may go
   bool is_sealed(Handle handle) const;                                 // and is still that block
   Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts

@@ -50,13 +50,16 @@ void Store::tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us) {
   header.peer_latency_us.store(latency_us, std::memory_order_relaxed);
 }
 
-std::optional<ReadJob> Store::begin_read(const Key& key) {
+std::optional<ReadJob> Store::begin_read(const Key& key, bool* crowded) {
   const Entry entry(*this);
   Snapshot found;
   if (index_.find(key, found) != Find::Hit || expired(found.expiry_s)) return std::nullopt;
   const Control now = found.control;
   if (now.state() != State::Sealed && now.state() != State::Created) return std::nullopt;
-  if (!own_pins_.may_take(PinOwner::Peer, found.extent.length, options_.capacity_bytes)) return std::nullopt;
+  if (!own_pins_.may_take(PinOwner::Peer, found.extent.length, options_.capacity_bytes)) {
+    if (crowded) *crowded = true;
+    return std::nullopt;
+  }
   if (now.state() == State::Sealed) use(found.record, use_now());
   own_pins_.take(PinOwner::Peer, {found.record, now.generation()}, found.extent.length);
   const Upkeep& u = index_.upkeep(found.record);

@@ -16,6 +16,7 @@ from kvclient.hf.connector.load import PrefixSource
 from kvclient.hf.connector.save import Publisher
 from tests.hf.zoo import build, generate, prompt
 from tests.hosts.hosts import Hosts
+from tests.hosts.test_push import takes_pushes
 
 BLOCK, WAIT_S, LAYERS = 16, 60.0, 3
 
@@ -118,3 +119,23 @@ def test_a_handoff_of_another_model_or_none_at_all_is_refused(pair):
     with pytest.raises(InvalidArgument, match="on the left"):
         pair[0].handoff(input_ids=prompt(8), attention_mask=torch.tensor([[1] * 7 + [0]]))
     assert Handoff.from_json(handoff.to_json()) == handoff
+
+
+def test_a_handoff_that_names_its_decoder_is_there_before_it_is_resumed(daemon, tmp_path, wait_until):
+    hosts = Hosts(daemon, tmp_path)
+    takes_pushes(hosts, 1)
+    hosts.start().wait_up(wait_until)
+    ids = prompt(100)
+    tokens, *_ = generate(build("llama"), ids)
+    with hosts[0].connect() as here, hosts[1].connect() as there:
+        first = kvclient.hf.attach(build("llama"), here, block_tokens=BLOCK, self_test=False)
+        second = kvclient.hf.attach(build("llama"), there, block_tokens=BLOCK, self_test=False)
+        handoff = first.handoff(input_ids=ids, to="n1")
+        assert handoff.pushed >= 6
+        wait_until(lambda: hosts.peers(1)["n0"]["fetched"] == handoff.pushed)
+        found, _ = resumed(second, handoff)
+        assert torch.equal(found, tokens) and second.last.reused_tokens >= 96
+        unknown = first.handoff(input_ids=prompt(40, seed=3), to="nobody")
+        assert unknown.pushed == 0 and unknown.wait(WAIT_S)
+        first.detach()
+        second.detach()

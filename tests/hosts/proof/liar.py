@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvstored.cluster import frames
 from kvstored.cluster.frames import Broken, Frame, Stream
 
-WATCH, HOLDS = 18, 19
+WATCH, HOLDS, PUSHED = 18, 19, 25
 
 
 def marks(keys: list[bytes]) -> bytes:
@@ -25,6 +25,7 @@ class Liar:
         self._listener = socket.create_server((host, int(port)))
         self._name, self._caller, self._salt, self._keys = name, caller, salt, keys
         self.answer: Callable[[socket.socket, Frame], None] = lambda _to, _fetch: None
+        self.pushes = b""  # keys, without being asked for any
         self.asked = 0
         self._open: list[socket.socket] = []
         self._closed = False
@@ -50,6 +51,8 @@ class Liar:
                 elif asked.kind == WATCH:
                     told = Frame(HOLDS, 0, asked.request, 1, marks(self._keys))
                     stream.send(told.encoded(0, asked.request))
+                    if self.pushes:
+                        stream.send(Frame(PUSHED, 0, asked.request, 0, self.pushes).encoded(0, asked.request))
                 else:
                     self.asked += 1
                     self.answer(plain, asked)
