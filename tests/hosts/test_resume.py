@@ -3,13 +3,14 @@ has the same bytes; who follows it notices nothing. Of a host that has others no
 asked on a connection that was gone already is asked once more, on another.
 """
 
+import contextlib
 import threading
 
 import pytest
 
 from kvclient.errors import BlockLost
 from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
-from tests.hosts.hosts import Hosts, Proxy, told
+from tests.hosts.hosts import Hosts, Proxy, free_port, told
 
 LAYERS = SMALL.num_layers
 
@@ -95,6 +96,33 @@ def test_a_block_that_nobody_has_the_rest_of_is_lost_soon(daemon, tmp_path, wait
             with pytest.raises(BlockLost):
                 blocks[0].wait_layer(1, timeout_s=30)
         wait_until(lambda: reader.stats()["used_bytes"] == 0, "its memory is free")
+
+
+def test_two_hosts_do_not_wait_for_each_other_when_the_writers_is_gone(daemon, tmp_path, wait_until):
+    """One had the block from the other, who asked it for the rest: both said that it was on its way, for two
+    minutes."""
+    hosts = Hosts(daemon, tmp_path, count=3)
+    hosts.reroute(2, 0, f"127.0.0.1:{free_port()}")
+    hosts.start()
+    wait_until(lambda: hosts.peers(2)["n1"]["complete"] and hosts.peers(1)["n0"]["complete"])
+    wait_until(lambda: hosts.peers(1)["n2"]["complete"])
+    keys = new_keys(1)
+    with hosts[0].connect() as writer, hosts[1].connect() as near, hosts[2].connect() as far:
+        claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
+        write_layer(claimed[0], 0)
+        with contextlib.ExitStack() as held:
+            blocks = []
+            for reader in (near, far):
+                told(reader, keys)
+                blocks += held.enter_context(reader.get(keys, follow=True, wait_s=30))
+                blocks[-1].wait_layer(0, timeout_s=30)
+            wait_until(lambda: hosts.peers(1)["n2"]["held"] >= 1, "word came that the other has it")
+            hosts[0].kill()
+            for block in blocks:
+                with pytest.raises(BlockLost):
+                    block.wait_layer(1, timeout_s=60)
+        for reader in (near, far):
+            wait_until(lambda reader=reader: reader.stats()["used_bytes"] == 0, "its memory is free")
 
 
 def test_what_is_asked_on_connections_that_are_gone_is_asked_once_more(daemon, tmp_path, wait_until):

@@ -163,6 +163,7 @@ struct ReadJob {
   uint64_t fingerprint;
   uint32_t expiry_s, parent;
   bool sealed, checksummed;
+  bool fetched;  // it comes from another host, by attach_peers()' word
   std::shared_ptr<const KnownLayout> layout;
 };
 

@@ -50,7 +50,8 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     tell();
   };
   try {
-    const uint32_t from = landings.size() == 1 ? landings[0].layers : 0;
+    uint32_t from = ~0u;  // where the tier took them together it is the same of all
+    for (const Item& landing : landings) from = std::min(from, landing.layers);
     channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .request = request, .layer = from}, std::as_bytes(keys));
     channel_.flush();
     for (uint32_t frames = 0;; ++frames) {
@@ -303,6 +304,11 @@ std::optional<Landing> Parked::take(const Key& key) {
   std::lock_guard lock(mutex_);
   auto node = landings_.extract(key);
   return node ? std::optional(std::move(node.mapped())) : std::nullopt;
+}
+
+bool Parked::empty() const {
+  std::lock_guard lock(mutex_);
+  return landings_.empty();
 }
 
 uint32_t Parked::layers(const Key& key) const {

@@ -39,6 +39,7 @@ class Parked {
   bool put(Landing&& landing);
   std::optional<Landing> take(const Key& key);
   uint32_t layers(const Key& key) const;  // that are here of it; 0: nothing is
+  bool empty() const;
 
  private:
   mutable std::mutex mutex_;

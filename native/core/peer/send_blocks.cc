@@ -52,12 +52,8 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
   for (uint64_t told_ms = moved_ms;;) {
     Block* first = nullptr;
     const uint64_t sent_bytes = sent_.bytes;
-    for (Block& block : blocks) {
-      if (block.done)
-        block.end();  // what was queued of it has been sent
-      else if (!advance(block) && !first)
-        first = &block;
-    }
+    for (Block& block : blocks)
+      if (!block.done && !advance(block) && !first) first = &block;
     const uint64_t now_ms = monotonic_ms();
     if (sent_.bytes != sent_bytes) moved_ms = now_ms;
     if (first && now_ms - told_ms > kSignOfLifeMs) channel_.put(frame(Kind::Waiting, *first), {}), told_ms = now_ms;
@@ -97,6 +93,17 @@ bool BlockSender::has_time(Block& block) {
   return now_ms < block.begins_until_ms;
 }
 
+// Of a block that comes here from another host, and which who asks has as much of: it may come from that very host, and each
+// would wait for the other.
+bool BlockSender::has_no_more(const Block& block) const {
+  if (!from_ || !block.job->fetched || block.job->sealed) return false;
+  try {
+    return store_.wait_layers(block.job->handle, 0, 0) <= from_;
+  } catch (const Error&) {
+    return true;  // it is lost
+  }
+}
+
 void BlockSender::refer(Block& block, const std::vector<std::string>& instead) {
   std::vector<std::byte> names(instead.size() * (kMaxName + 1));
   for (size_t i = 0; i < instead.size(); ++i)
@@ -110,6 +117,7 @@ void BlockSender::begin(Block& block) {
   const Key& key = block.key;
   bool crowded = false;
   block.job = store_.begin_read(key, &crowded);
+  if (block.job && has_no_more(block)) block.end();
   if (!block.job) {
     if (crowded && !has_time(block)) return refer(block, {});
     if (crowded || load(block)) return;

@@ -33,6 +33,7 @@ class BlockSender {
   void begin(Block& block);
   bool load(Block& block);
   static bool has_time(Block& block);
+  bool has_no_more(const Block& block) const;
   void refer(Block& block, const std::vector<std::string>& instead);
   static void wait_for(Store& store, const Block& block);
   bool advance(Block& block);

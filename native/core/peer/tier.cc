@@ -22,10 +22,7 @@ constexpr uint64_t kInVainMs = 100;   // nobody had it: not asked again at once
 constexpr uint64_t kNoWordMs = 1000;  // nobody said that he has it, and who gets it says so
 constexpr uint64_t kResumeMs = 50;    // until a block that came in part is asked for again, of whoever can be asked then
 constexpr uint32_t kMostResumes = 40;
-constexpr size_t kFairShare = 4;                 // streams that share what waits
-constexpr size_t kFewKeys = 16;                  // of one request in any case: a prompt's blocks are followed together
-constexpr uint64_t kSmallBlockBytes = 16 << 10;  // of such ones all that wait go in one request: a stream is not the limit
-constexpr double kUnmeasuredS = 1e-3;            // of a block, for a peer that has sent none yet
+constexpr double kUnmeasuredS = 1e-3;  // of a block, for a peer that has sent none yet
 
 }  // namespace
 
@@ -53,6 +50,7 @@ void Tier::add_peer(const Address& at) {
 
 void Tier::start() {
   owner_ = store_.open_owner();
+  store_.fetches_as(owner_);
   Lock lock(mutex_);
   for (size_t p = 0; p < peers_.size(); ++p) start_threads(p);
   care_thread_ = std::thread([this] { care(); });
@@ -158,21 +156,6 @@ void Tier::run(size_t p, size_t s) {
   }
 }
 
-// What waits, or of much a fair part, so that the other streams have work too.
-std::vector<Key> Tier::take_batch(Peer& peer) const {
-  const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
-  const size_t fair = small ? peer.queue.size()
-                            : std::max((peer.queue.size() + kFairShare - 1) / kFairShare, std::min(kFewKeys, peer.queue.size()));
-  const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
-  std::vector<Key> keys;
-  keys.reserve(most);
-  while (keys.size() < most) {
-    keys.push_back(peer.queue.begin()->second);
-    peer.queue.erase(peer.queue.begin());
-  }
-  return keys;
-}
-
 // Asks. `again`: the connection had served before. If it is gone meanwhile (over there certificates were renewed or the daemon
 // was started anew, or a firewall forgot it), that is no reason to call the peer down, and asking twice is as good as asking
 // once: what is open is asked for once more, on a new one. Lets go of the lock meanwhile.
@@ -255,7 +238,8 @@ bool Tier::place(const Key& key, Flight& flight) {
   flight.waits = next.step;
   const auto may_return = [](const auto& peer) { return peer->may_return; };
   const bool nobody = next.step == Step::GiveUp || next.step == Step::WaitForWord;
-  const uint32_t layers = nobody && std::ranges::any_of(peers_, may_return) ? parked_.layers(key) : 0;
+  const auto hope = [&] { return std::ranges::any_of(peers_, may_return) || directory_.holders(key) & usable_.load(); };
+  const uint32_t layers = nobody && hope() ? parked_.layers(key) : 0;
   if (layers > flight.layers) {  // more came: it is worth as long a wait again, and as many questions
     flight.layers = layers, flight.resumes = 0;
     flight.route.blind = 0, flight.route.tries = 0;

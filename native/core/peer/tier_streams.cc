@@ -12,6 +12,9 @@ namespace {
 constexpr uint64_t kPingMs = 5000;
 constexpr uint64_t kFirstPauseMs = 250, kLongestPauseMs = 8000;  // before a peer that failed is tried again
 constexpr int kConnectMs = 1000;
+constexpr size_t kFairShare = 4;                 // streams that share what waits
+constexpr size_t kFewKeys = 16;                  // of one request in any case: a prompt's blocks are followed together
+constexpr uint64_t kSmallBlockBytes = 16 << 10;  // of such ones all that wait go in one request: a stream is not the limit
 
 }  // namespace
 
@@ -31,6 +34,25 @@ bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
   const bool timeout = peer.work.wait_until(lock, until) == std::cv_status::timeout;
   peer.idle -= 1;
   return timeout && first && !stop_;
+}
+
+// What waits, or of much a fair part, so that the other streams have work too. Of blocks that have begun to come those of which
+// as much is here: who is asked is told so.
+std::vector<Key> Tier::take_batch(Peer& peer) const {
+  const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
+  const size_t fair = small ? peer.queue.size()
+                            : std::max((peer.queue.size() + kFairShare - 1) / kFairShare, std::min(kFewKeys, peer.queue.size()));
+  const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
+  std::vector<Key> keys;
+  keys.reserve(most);
+  const bool begun = !parked_.empty();
+  uint32_t layers = 0;
+  for (auto next = peer.queue.begin(); keys.size() < most; next = peer.queue.erase(next)) {
+    if (begun && keys.empty()) layers = parked_.layers(next->second);
+    if (begun && parked_.layers(next->second) != layers) break;
+    keys.push_back(next->second);
+  }
+  return keys;
 }
 
 bool Tier::of_no_use(const Peer& peer, const Stream& stream) const {

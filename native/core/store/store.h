@@ -131,12 +131,12 @@ class Store {
   void tell_peers(int more) { index_.header().peers_up.fetch_add(static_cast<uint64_t>(more), std::memory_order_relaxed); }
   void tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us);                       // what a fetch takes now
   void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
+  void fetches_as(uint32_t owner) { fetcher_.store(owner, std::memory_order_relaxed); }  // whose blocks come from other hosts
   const Fetcher* peers() const { return peers_.load(std::memory_order_acquire); }        // null: none
   std::vector<Presence> promote(std::span<const Key> keys, uint32_t priority);  // has them brought by what lies below, or a peer
-  // Its memory stays until end_read(). None: it is neither sealed nor being written, or, `crowded`, peers hold all they may.
-  std::optional<ReadJob> begin_read(const Key& key, bool* crowded = nullptr);
-  void end_read(Handle handle);                                        // its memory may go
-  bool is_sealed(Handle handle) const;                                 // and is still that block
+  std::optional<ReadJob> begin_read(const Key& key, bool* crowded = nullptr);   // `crowded`: peers hold all they may
+  void end_read(Handle handle);                                                 // its memory may go
+  bool is_sealed(Handle handle) const;                                          // and is still that block
   Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts
   std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
 
@@ -363,9 +363,9 @@ class Store {
   std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
   LeftSessions left_;                      // of clients; changed under the lock
   BuriedSessions buried_;
-
   std::atomic<LowerTier*> lower_{nullptr};
   std::atomic<Fetcher*> peers_{nullptr};
+  std::atomic<uint32_t> fetcher_{0};
   Journal journal_;  // has a lock of its own
 
   struct UseClock {

@@ -50,6 +50,7 @@ void Store::tell_peer_speed(uint64_t bytes_per_s, uint64_t latency_us) {
   header.peer_latency_us.store(latency_us, std::memory_order_relaxed);
 }
 
+// Sealed or being written; its memory stays until end_read().
 std::optional<ReadJob> Store::begin_read(const Key& key, bool* crowded) {
   const Entry entry(*this);
   Snapshot found;
@@ -71,6 +72,7 @@ std::optional<ReadJob> Store::begin_read(const Key& key, bool* crowded) {
                  u.parent.load(std::memory_order_relaxed),
                  now.state() == State::Sealed,
                  (now.flags() & kFlagChecksummed) != 0,
+                 u.owner.load(std::memory_order_relaxed) == fetcher_.load(std::memory_order_relaxed),
                  layouts_.in(found.shape.layout)};
 }
 
