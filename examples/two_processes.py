@@ -11,7 +11,7 @@ import tempfile
 import own_daemon
 from side_by_side import ask, engine, parser, text_of
 
-DOCUMENT = text_of("execmodel", 700)
+DOCUMENT = text_of("execmodel", 4000)
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     if chosen.dir:
         label = "the first process" if chosen.first else "the second process"
         before, after = ("Here is a text.", "In one word:") if chosen.first else ("Read:", "The title is")
-        with engine(chosen, repair="auto") as llm:
+        with engine(chosen, repair="auto", block_tokens=32) as llm:
             ask(llm, label, f"{before}\n\n{DOCUMENT}\n\n{after}")
         return
     with tempfile.TemporaryDirectory(prefix="kvstored-example-") as home, own_daemon.running(home):

@@ -118,7 +118,7 @@ class Repair:
     @property
     def computes_all(self) -> bool:
         """Whether nothing of what is found is good enough, where the question would choose."""
-        return self.attended_ratio == 1 or (self.promises and self.max_kl == 0)
+        return self.attended_ratio == 1 or (self.promises and (self.max_kl == 0 or self.ratio == 1))
 
     @property
     def promised(self) -> float:
