@@ -22,6 +22,7 @@ from kvclient.hf.handoff.first_token import First, choice_of, chosen, sampler_st
 from kvclient.hf.handoff.lease import outlast
 from kvclient.hf.handoff.prompts import MARK_BYTES, Handoff, chains_of
 
+MOST_NODE_BYTES = 63
 CLAIM_S = 30.0  # for the prefill to begin; a long digest of the model may come before it
 
 
@@ -86,7 +87,9 @@ def hand_off(
 ) -> Handoff:
     """Begins the prefill, and returns once its blocks can be found, and were pushed to the node `to`.
     `inputs`: with the options that the first token is chosen by, if it is to be used. Raises InvalidArgument
-    for padding on the right, and what is beyond a handoff's limits."""
+    for padding on the right, no host's name, and what is beyond a handoff's limits."""
+    if to is not None and not (isinstance(to, str) and 1 <= len(to.encode()) <= MOST_NODE_BYTES):
+        raise InvalidArgument(f"to={to!r:.80}: a host's name has 1 to {MOST_NODE_BYTES} bytes")
     rows, mark = rows_of(inputs), os.urandom(MARK_BYTES)
     size = attachment.chunker.block_tokens
     Handoff(attachment.identity, rows, size, mark, lease_s).check()
@@ -120,7 +123,7 @@ def hand_off(
         if prefill._ended.wait(0.0005):
             break
     pushed = 0
-    if to is not None:
-        with contextlib.suppress(KVClientError):  # it is asked for there all the same, once it is resumed
-            pushed = sum(client.push(chain, to) for chain in chains)
+    with contextlib.suppress(KVClientError):  # it is asked for there all the same, once it is resumed
+        for chain in chains if to is not None else ():
+            pushed += client.push(chain, to)
     return Handoff(attachment.identity, rows, size, mark, lease_s, pushed=pushed, _prefill=prefill)

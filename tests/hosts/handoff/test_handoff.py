@@ -137,5 +137,8 @@ def test_a_handoff_that_names_its_decoder_is_there_before_it_is_resumed(daemon, 
         assert torch.equal(found, tokens) and second.last.reused_tokens >= 96
         unknown = first.handoff(input_ids=prompt(40, seed=3), to="nobody")
         assert unknown.pushed == 0 and unknown.wait(WAIT_S)
+        for wrong in (5, "", "n" * 64):  # before anything is computed or held
+            with pytest.raises(InvalidArgument, match="a host's name has 1 to 63 bytes"):
+                first.handoff(input_ids=ids, to=wrong)
         first.detach()
         second.detach()
