@@ -157,7 +157,8 @@ class KVClient:
         """Has another host told to come for these blocks, and waits for nothing: who asks for them there
         finds them, or their first layers. `to` is its node; its namespace takes them if it has
         share = "read-write". Blocks that are still written come layer by layer. Says how many of the keys it
-        is told of: no more than 4,096 wait to be told.
+        is told of: no more than 4,096 wait to be told. A hint: what a connection that breaks had not said is
+        not said again, and comes when it is asked for there.
         Raises InvalidArgument, NotPermitted, DeadlineExceeded, and Unavailable if that host is not
         connected, or takes nothing."""
         return self._call(lambda native: native.push(keys, to))

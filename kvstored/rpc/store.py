@@ -257,6 +257,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
         with sealing(ready):
             for held in ready:
                 await self._zero_rest(lease, held)
+        if lease.ended:  # what was not written shows what lay there before, and the owner may still be open
+            raise NotFound("the lease ended while the rest of its blocks was zeroed")
         results = self._end_blocks(lease, request.keys, ready, lease.store.seal)
         return store_pb2.SealResponse(results=results)
 

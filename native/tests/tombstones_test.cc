@@ -48,6 +48,22 @@ TEST(files_that_cannot_go_cost_no_put) {
   rig.store->check_integrity();
 }
 
+// The file was written anew, or found again, before it went.
+TEST(a_block_that_is_deleted_again_is_remembered_once) {
+  Rig rig(16 << 20, kBlocks, true);
+  CHECK(rig.put(1, 2) == Grant::Granted && rig.store->add_disk(key(1), 0) && rig.store->remove(key(1)));
+  rig.store->settle();
+  for (int again = 0; again < 3; ++again) {
+    CHECK(rig.store->add_disk(key(1), 0) && rig.store->remove(key(1)));
+    rig.store->check_integrity();
+  }
+  rig.restart();
+  rig.store->check_integrity();
+  rig.store->file_gone(key(1));
+  for (uint64_t i = 2; i < 2 + kBlocks; ++i) CHECK(rig.store->add_disk(key(i), 0));  // all records are free again
+  rig.store->check_integrity();
+}
+
 // In that order: what lies only on disk is found there all the same.
 TEST(what_lies_on_disk_goes_before_what_is_remembered) {
   Rig rig(16 << 20, kBlocks, true);

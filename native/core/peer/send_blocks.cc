@@ -31,7 +31,7 @@ struct BlockSender::Block {
   BlockSender& sender;
   const uint16_t item;
   const Key key;
-  uint64_t begins_until_ms = 0;  // it lies on disk and is being loaded, or peers hold as much as they may
+  uint64_t loading_until_ms = 0, turn_until_ms = 0;  // it lies on disk, and is being loaded; peers hold as much as they may
   bool admitted = false;
   std::optional<ReadJob> job;
   const Layout* layout = nullptr;
@@ -51,6 +51,7 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
   uint64_t moved_ms = monotonic_ms();
   for (uint64_t told_ms = moved_ms;;) {
     Block* first = nullptr;
+    crowded_ = false;
     const uint64_t sent_bytes = sent_.bytes;
     for (Block& block : blocks)
       if (!block.done && !advance(block) && !first) first = &block;
@@ -84,13 +85,13 @@ void BlockSender::wait_for(Store& store, const Block& block) {
 bool BlockSender::load(Block& block) {
   LowerTier* below = store_.lower();
   if (!below || store_.lookup(block.key).presence != Presence::OnDisk) return false;
-  return has_time(block) && below->promote(block.key, kDefaultPriority) != Presence::Missing;
+  return has_time(block.loading_until_ms) && below->promote(block.key, kDefaultPriority) != Presence::Missing;
 }
 
-bool BlockSender::has_time(Block& block) {
+bool BlockSender::has_time(uint64_t& until_ms) {
   const uint64_t now_ms = monotonic_ms();
-  if (!block.begins_until_ms) block.begins_until_ms = now_ms + kLoadMs;
-  return now_ms < block.begins_until_ms;
+  if (!until_ms) until_ms = now_ms + kLoadMs;
+  return now_ms < until_ms;
 }
 
 // Of a block that comes here from another host, and which who asks has as much of: it may come from that very host, and each
@@ -115,11 +116,12 @@ void BlockSender::refer(Block& block, const std::vector<std::string>& instead) {
 
 void BlockSender::begin(Block& block) {
   const Key& key = block.key;
-  bool crowded = false;
-  block.job = store_.begin_read(key, &crowded);
+  bool crowded = crowded_ && block.turn_until_ms;  // of those that wait for a turn one asks at a time
+  if (!crowded) block.job = store_.begin_read(key, &crowded);
   if (block.job && has_no_more(block)) block.end();
   if (!block.job) {
-    if (crowded && !has_time(block)) return refer(block, {});
+    crowded_ |= crowded;
+    if (crowded && !has_time(block.turn_until_ms)) return refer(block, {});
     if (crowded || load(block)) return;
     channel_.put(frame(Kind::Missing, block), {});
     block.done = true;

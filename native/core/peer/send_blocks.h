@@ -32,7 +32,7 @@ class BlockSender {
 
   void begin(Block& block);
   bool load(Block& block);
-  static bool has_time(Block& block);
+  static bool has_time(uint64_t& until_ms);
   bool has_no_more(const Block& block) const;
   void refer(Block& block, const std::vector<std::string>& instead);
   static void wait_for(Store& store, const Block& block);
@@ -50,6 +50,7 @@ class BlockSender {
   Channel& channel_;
   const std::string node_;
   uint32_t request_ = 0, from_ = 0;
+  bool crowded_ = false;  // peers hold as much as they may, as one of this pass was told
   Sent sent_;
   std::set<std::array<uint64_t, 4>> told_;  // layouts that the other end has been told on this connection
 };

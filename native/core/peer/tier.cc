@@ -71,7 +71,7 @@ void Tier::start_stream(size_t p) {
 
 void Tier::stop() {
   if (!owner_ || stop_.exchange(true)) return;
-  store_.attach_peers(nullptr);
+  store_.attach_peers(nullptr), store_.fetches_as(0);
   {
     Lock lock(mutex_);
     for (size_t p = 0; p < peers_.size(); ++p) {

@@ -122,9 +122,11 @@ void Store::file_must_go(const Key& key) {
   if (disk_.deleted.keys.size() == 1) wake_disk();  // the tier takes all that is there
 }
 
+// By one record: a file that was written anew, or found again, before it went may have another.
 void Store::remember_file(uint32_t record, const Key& key) {
   set_flags(record, kFlagDeleted, kFlagOnDisk | kFlagQueued);
-  disk_.going[key] = record;
+  const uint32_t before = std::exchange(disk_.going.try_emplace(key, Index::kAbsent).first->second, record);
+  if (before != Index::kAbsent) drop_tombstone(before);
   disk_.tombstones.insert(kOneQueue, record, static_cast<double>(monotonic_ns()));
 }
 

@@ -268,7 +268,7 @@ def sealed_beside_a_write(while_zeros):
         finally:
             store.b_may_end.set()
             threads.close()
-        return store, [result.status for result in said.results]
+        return store, [result.status for result in said.results] if said else []
 
     return asyncio.run(scenario())
 
@@ -286,6 +286,18 @@ def test_a_block_whose_write_ends_during_a_seal_of_others_is_not_sealed_with_the
     assert store.zeros == [(1, 0, 8192)]
     assert store.sealed == [1]
     assert statuses == [store_pb2.EndResult.STATUS_OK, store_pb2.EndResult.STATUS_BUSY]
+
+
+def test_of_a_lease_that_ends_while_the_rest_is_zeroed_nothing_is_sealed():
+    """Its owner is open still, as the write into B is under way."""
+    gone = threading.Event()
+
+    def while_zeros(store, service, lease, loop):
+        loop.call_soon_threadsafe(lambda: (service._leases.end(lease), gone.set()))
+        assert gone.wait(60)
+
+    store, statuses = sealed_beside_a_write(while_zeros)
+    assert store.sealed == [] and statuses == []
 
 
 def test_into_a_block_that_is_being_sealed_nothing_is_written():
