@@ -4,7 +4,7 @@ Method: hypothesis over texts of pieces as tokenizers make them, and small examp
 """
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvclient.blocks.chunker import CHUNKERS, SLIDE, Chunker, cuts
@@ -15,6 +15,7 @@ PIECES = st.lists(st.sampled_from(TOKENS), max_size=200)
 
 
 @given(PIECES, st.sampled_from(CHUNKERS), st.integers(1, 40))
+@settings(deadline=None)
 def test_the_parts_tile_the_text_and_each_fills_a_block(texts, chunker, block_tokens):
     stops = cuts(texts, chunker, block_tokens)
     assert stops[-1] == len(texts)
@@ -71,6 +72,7 @@ RUNS = st.lists(st.tuples(st.integers(0, len(TOKENS) - 1), st.integers(1, 40)), 
 
 
 @given(IDS | RUNS, IDS | RUNS, st.sampled_from(CHUNKERS), st.sampled_from([1, 8, 16, 128]))
+@settings(deadline=None)
 @example([0] * 10 + [5] + [3] * 7, [4] + [0] * 20, "paragraph", 8)
 def test_texts_that_begin_alike_are_cut_alike(ids, more, chunker, block_tokens):
     rule = Chunker(chunker, block_tokens, Tokenizer())
@@ -81,6 +83,7 @@ def test_texts_that_begin_alike_are_cut_alike(ids, more, chunker, block_tokens):
 
 
 @given(IDS, st.sampled_from(CHUNKERS))
+@settings(deadline=None)
 def test_a_part_begins_with_a_whole_window(ids, chunker):
     rule = Chunker(chunker, 16, Tokenizer())
     counts = rule.counts(ids)

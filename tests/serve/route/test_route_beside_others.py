@@ -9,7 +9,7 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvclient.serve.route.app import Router
@@ -191,6 +191,7 @@ def test_a_server_that_dies_within_its_first_event_has_answered_nothing():
 
 
 @given(st.lists(st.sampled_from([b"data: x", b"\n\n", b"\r\n\r\n", b"\n", b"\r", b"y"])), st.data())
+@settings(deadline=None)
 def test_the_events_of_a_stream_are_its_bytes_wherever_they_are_cut(parts, data):
     text, events, out = b"".join(parts), Events(), []
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))

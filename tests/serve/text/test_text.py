@@ -7,7 +7,7 @@ not know in bytes and decodes a run of them as a whole.
 
 import pytest
 import transformers
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -26,6 +26,7 @@ class Bytes:
 
 @given(st.text("abé🙂 \n", max_size=60), st.lists(st.integers(1, 5), min_size=60, max_size=60),
        st.lists(st.text("abé🙂 ", min_size=1, max_size=5), max_size=3))  # fmt: skip
+@settings(deadline=None)
 def test_the_pieces_are_the_text_up_to_its_first_stop(text, cuts, stops):
     data, pieces, at = text.encode(), [], 0
     for cut in cuts:
@@ -65,6 +66,7 @@ def spelling():
 
 @example(text="ab " + 9 * "漢" + " b")
 @given(text=st.text("abé漢🙂 ", min_size=12, max_size=80))
+@settings(deadline=None)
 def test_letters_in_single_bytes_stay_what_they_are(spelling, text):
     stream, ids = Text(spelling), spelling(text)["input_ids"]
     shown = "".join(map(stream.add, ids)) + stream.end()

@@ -11,7 +11,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvclient.hf
@@ -118,6 +118,7 @@ STEPS = st.lists(st.tuples(PROMISED, st.booleans(), st.sampled_from([1.0, 4.0]),
 
 
 @given(STEPS, PROMISED)
+@settings(deadline=None)
 def test_a_promise_hangs_on_the_newest_word_about_it(steps, wanted):
     found = calibration.Findings()
     for max_kl, passed, caution, wide in steps:
