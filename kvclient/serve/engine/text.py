@@ -21,6 +21,7 @@ class Text:
         self._longest = max(map(len, self._stops), default=1) - 1
         self._tokens: list[int] = []
         self._from = 0  # the first token of the part that is decoded again
+        self._read = 0  # the tokens that are told
         self._held = ""  # decoded, not shown yet
         self._told = 0  # characters of the part that are in _held or were shown
         self.stopped: str | None = None
@@ -29,7 +30,8 @@ class Text:
         """What may be shown now. `stopped` is the stop string that was met, behind which nothing comes."""
         self._tokens.append(token)
         part = self._decode(self._from)
-        if not part.endswith(UNFINISHED) or len(self._tokens) - self._from > 4 * CONTEXT:
+        if not part.endswith(UNFINISHED) or len(self._tokens) - self._read > 4 * CONTEXT:
+            self._read = len(self._tokens)
             self._held += part[self._told :]
             self._told = len(part)
             if len(self._tokens) - self._from >= 2 * CONTEXT:
@@ -46,9 +48,13 @@ class Text:
     def _move(self, part: str) -> None:
         """Decodes less of what was told from now on: from a token on behind which the text is what it was. In
         the middle of a character it is not, and of letters spelled in single bytes all would be unreadable.
+        Nor where only tokens that are not shown are left: the next would be decoded as the first of a text.
+        So many starts are tried, not all: where none will do the part grows, and each token comes here.
         """
-        for start in range(len(self._tokens) - CONTEXT, self._from, -1):
-            if part.endswith(shorter := self._decode(start)):
+        last = len(self._tokens) - CONTEXT
+        for start in range(last, max(self._from, last - 2 * CONTEXT), -1):
+            shorter = self._decode(start)
+            if shorter and part.endswith(shorter):
                 self._from, self._told = start, len(shorter)
                 return
 

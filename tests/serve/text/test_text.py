@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from kvclient.serve.engine.text import Text
+from kvclient.serve.engine.text import CONTEXT, Text
 
 
 class Bytes:
@@ -61,7 +61,9 @@ def spelling():
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    )
 
 
 @example(text="ab " + 9 * "漢" + " b")
@@ -71,3 +73,30 @@ def test_letters_in_single_bytes_stay_what_they_are(spelling, text):
     stream, ids = Text(spelling), spelling(text)["input_ids"]
     shown = "".join(map(stream.add, ids)) + stream.end()
     assert shown == spelling.decode(ids) == text
+
+
+@pytest.mark.parametrize("ends", [1, 8, 12, 40, 400])
+@pytest.mark.parametrize("behind", [" a b", " 漢漢", "漢 a"])
+def test_what_is_behind_a_run_of_ends_is_what_it_is(spelling, ends, behind):
+    """With ignore_eos: a word behind twelve ends lost its space, as if it were the answer's first."""
+    before, after = (spelling(text)["input_ids"] for text in ("a a a", behind.removeprefix(" ")))
+    after = after if behind.startswith(" ") else after[1:]  # every text is spelled with a space in front
+    ids = [*before, *[spelling.eos_token_id] * ends] * 2 + after * 9
+    stream = Text(spelling)
+    shown = "".join(map(stream.add, ids)) + stream.end()
+    assert shown == spelling.decode(ids, skip_special_tokens=True)
+
+
+def test_an_endless_run_of_ends_is_not_decoded_from_all_its_tokens_at_each(spelling):
+    class Counting:
+        calls = 0
+
+        def decode(self, ids, skip_special_tokens):
+            self.calls += 1
+            return spelling.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    counting = Counting()
+    stream = Text(counting)
+    for token in [*spelling("a a")["input_ids"], *[spelling.eos_token_id] * 200]:
+        stream.add(token)
+    assert counting.calls <= 200 * (2 * CONTEXT + 2)
