@@ -1,8 +1,9 @@
 """Where a text is cut: into blocks, as prompts are stored, and into parts that are computed each for itself.
 
 Owns the rules. Never looks at KV. Invariants: a block is cut by what stands before its end and at most 17
-tokens behind it, so texts that begin alike are cut alike; every part but an only one has at least a block's
-tokens, and its first block a whole window: a shorter one would not be found.
+tokens behind it, so texts that begin alike are cut alike (where tokens without a text follow, "sentence" and
+"document" may look behind them: such texts may be cut apart, and miss); every part but an only one has at
+least a block's tokens, and its first block a whole window: a shorter one would not be found.
 """
 
 from __future__ import annotations
