@@ -139,7 +139,8 @@ class Router:
 
     def _able(self, model: str | None, tried: set[str]) -> list[Server]:
         up = [server for server in self.servers if server.up]
-        known = {server.model for server in self.servers}  # also of those that are away; None: not known yet
+        # Also of those that are away. None: not known yet, of one that may still come.
+        known = {s.model for s in self.servers if s.model or s.missed < self._probing.misses}
         if model is not None and up and not known & {model, None}:
             there = ", ".join(sorted(map(str, known)))
             text = f"the model {model!r:.100} does not exist; these servers have {there}"

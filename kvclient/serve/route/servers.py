@@ -33,7 +33,7 @@ class Probing:
 @dataclass(eq=False)
 class Server:
     """One. url: http://host:port. prefills: it computes prompts for others and answers only where nobody else
-    is there. model: what it serves; None: not known yet.
+    is there. model: what it serves; None: not known yet. missed: probes that failed, one after the other.
     """
 
     url: str
@@ -113,12 +113,10 @@ class Server:
         while True:
             before, store = self.up, self.load.store
             try:
-                self.up, self.missed = await self.probe(probing.timeout_s), 0
-            except ServerLost:
-                self.missed = probing.misses
-            except (TimeoutError, ValueError):
-                self.missed += 1
-            if self.missed >= probing.misses or (before and not self.up):
+                self.up, self.missed, refused = await self.probe(probing.timeout_s), 0, False
+            except (ServerLost, TimeoutError, ValueError) as error:
+                self.missed, refused = self.missed + 1, isinstance(error, ServerLost)
+            if refused or self.missed >= probing.misses or (before and not self.up):
                 self.lose()
             if (self.up, self.load.store) != (before, store):
                 changed(self, store)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvclient.serve.route.app import Router
 from kvclient.serve.route.back import MOST_EVENT_BYTES, Events
+from kvclient.serve.route.exchange import ServerLost
 from kvclient.serve.route.prefixes import pieces_of
 from kvclient.serve.route.servers import Probing, Server
 
@@ -111,6 +112,31 @@ def test_a_model_whose_servers_are_away_is_not_one_that_does_not_exist():
             assert (status, json.loads(said)["error"]["code"]) == (404, "model_not_found")
             second.model = None  # nobody knows yet what it has
             assert (await ask(router, "/v1/completions", {"model": "third", "prompt": "x"}))[0] == 503
+
+    asyncio.run(run())
+
+
+def test_a_server_that_never_came_does_not_hide_that_a_model_does_not_exist():
+    """Clients of an unknown model were told for ever to come again."""
+
+    async def run():
+        async with playing("first") as first, playing(None, up=False) as never:
+            router, probing = router_of(first, never), Probing(every_s=0.0)
+            probed, codes = asyncio.Semaphore(0), []
+
+            async def probe(timeout_s):
+                await probed.acquire()  # each as the test wants it
+                codes.append((await ask(router, "/v1/completions", {"model": "third", "prompt": "x"}))[0])
+                raise ServerLost("nobody listens")
+
+            never.probe = probe
+            watch = asyncio.create_task(never.watch(probing, lambda *_: None))
+            async with asyncio.timeout(WAIT_S):
+                while len(codes) <= probing.misses:
+                    probed.release()
+                    await asyncio.sleep(0)
+            watch.cancel()
+            assert codes[: probing.misses + 1] == [503] * probing.misses + [404]
 
     asyncio.run(run())
 
