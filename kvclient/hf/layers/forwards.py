@@ -230,9 +230,12 @@ class Gates:
 def of_gated(module: Any) -> Forward:
     """In the place of a gated MLP's."""
     usual, gates = type(module).forward, Gates(module)
+    weight = module.gate_proj._parameters.get("weight")
+    proven = None if weight is None else weight.dtype  # an activation may be another in other types
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         usual_call = len(args) == 1 and not kwargs and type(module).forward is usual
+        usual_call = usual_call and getattr(args[0], "dtype", None) is proven
         stand = usual_call and not is_watched() and gates.parts.stand()
         if not stand or not gates.takes(args[0]):
             return type(module).forward(module, *args, **kwargs)

@@ -222,9 +222,9 @@ class Blend:
         self._choose(computed, segments[0].start - self.exact)
         return outputs
 
-    def few_rows(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, linear layers of the rows that are no prefix are not torch's."""
-        return few_rows(self._non_prefix.decoder, self._usual)
+    def few_rows(self, rounded: bool) -> contextlib.AbstractContextManager[None]:
+        """Within it, linear layers of the rows that are no prefix are not torch's. rounded: but in bf16."""
+        return few_rows(self._non_prefix.decoder, self._usual, rounded)
 
     def _usual(self) -> int | None:
         """How many rows, the first, have torch's bits: what stands before all that is reused. None: all."""

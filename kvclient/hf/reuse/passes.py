@@ -23,7 +23,7 @@ def run_passes(model: torch.nn.Module, blend: Blend, run: Callable[[], Any]) -> 
         return run()
     limit = blend.repair.promised
     rounds = limit >= LEFT_ROUNDED and blend.rounds  # asked before layers have hooks
-    with blend.gauge.reading(model) as gauge, blend.few_rows():
+    with blend.gauge.reading(model) as gauge, blend.few_rows(rounds):
         blend.ask(run)
         gauge.passed()
         outputs = run()

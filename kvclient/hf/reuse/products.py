@@ -22,6 +22,7 @@ from kvclient.hf.layers.forwards import takes
 from kvclient.hf.layers.install import available, linears
 from kvclient.kernels import contract
 
+LEAST_ROWS = 8  # that torch is given: of fewer its products have other bits than the same rows of many
 IN_PAIRS = ("avx512_vnni", "avx512_fp16", "amx")  # paths with an instruction for it
 
 
@@ -33,10 +34,12 @@ def rounds(decoder: torch.nn.ModuleList) -> bool:
 
 
 @contextlib.contextmanager
-def few_rows(decoder: torch.nn.ModuleList, usual: Callable[[], int | None]) -> Iterator[None]:
+def few_rows(
+    decoder: torch.nn.ModuleList, usual: Callable[[], int | None], rounded: bool
+) -> Iterator[None]:
     """Within it, this thread's passes through these layers. usual: how many rows, the first, are torch's all
-    the same, None: all."""
-    swapped, hooks = _Swapped(usual, rounds(decoder)), list[Any]()
+    the same, None: all. rounded: whether the others' factors are rounded to bf16; where rounds() says so."""
+    swapped, hooks = _Swapped(usual, rounded), list[Any]()
     try:
         layers = linears(decoder) if available() else []
         for module in (each for each in layers if each.weight.dtype is torch.float32):
@@ -53,7 +56,7 @@ class _Swapped:
 
     def __init__(self, usual: Callable[[], int | None], rounded: bool) -> None:
         self._usual, self._thread, self._rounded = usual, threading.get_ident(), rounded
-        self._input: tuple[torch.nn.Module, torch.Tensor] | None = None
+        self._input: tuple[torch.nn.Module, torch.Tensor, int] | None = None
 
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
         if threading.get_ident() != self._thread:
@@ -64,14 +67,14 @@ class _Swapped:
         x = args[0]
         if not takes(x, module.weight, module.bias) or x.ndim != 3 or x.shape[0] != 1:
             return None
-        self._input = module, x
-        return (x[:, :usual],)
+        self._input = module, x, usual
+        return (x[:, : max(usual, LEAST_ROWS) if usual else 0],)
 
     def behind(self, module: Any, _args: Any, output: Any) -> Any:
         if threading.get_ident() != self._thread or self._input is None or self._input[0] is not module:
             return None
-        (_, x), self._input = self._input, None
-        out, first = x.new_empty((1, x.shape[1], output.shape[-1])), output.shape[1]
-        out[:, :first] = output
+        (_, x, first), self._input = self._input, None
+        out = x.new_empty((1, x.shape[1], output.shape[-1]))
+        out[:, :first] = output[:, :first]
         multiply_into(out[0, first:], x[0, first:], module.weight, module.bias, self._rounded)
         return out

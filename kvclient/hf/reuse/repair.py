@@ -62,7 +62,7 @@ class Repair:
     scan_tokens: int = 256  # behind each seam: those that may be chosen; at least twice as many as will be
     seam_tokens: int = 16  # behind each seam (selective)
     # Of each chunk, always fresh under a promise. What they are off by the answer misses most, and those of
-    # the first chunk are exact, as all before them is.
+    # the first chunk are exact but for rounding, as all before them is.
     front_tokens: int = 64
     sink_tokens: int = 4  # at the start of a prompt, and of a chunk that was computed at one: always fresh
     recency_tokens: int = 16  # before the live text that ends the prompt: always fresh

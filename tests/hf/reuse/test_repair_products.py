@@ -40,7 +40,7 @@ def test_a_layer_of_few_rows_is_the_kernels_for_its_own_thread_alone(monkeypatch
     x, computed, usual, other = torch.randn(1, 7, 48), [], 0, []
     wanted, original = layers[0](x).detach(), products.multiply_into
     monkeypatch.setattr(products, "multiply_into", lambda *args: computed.append(0) or original(*args))
-    with torch.no_grad(), products.few_rows(layers, lambda: usual):
+    with torch.no_grad(), products.few_rows(layers, lambda: usual, False):
         torch.testing.assert_close(layers[0](x), wanted, rtol=1e-5, atol=1e-5)
         assert len(computed) == 1
         thread = threading.Thread(target=lambda: other.append(layers[0](x).detach()))
@@ -67,11 +67,33 @@ def test_the_first_rows_are_torchs_and_the_others_rounded(monkeypatch):
     for paths, others in (((contract.auto_path(),), halves.detach()), ((), exact)):
         monkeypatch.setattr(products, "IN_PAIRS", paths)
         assert products.rounds(layer) == bool(paths)
-        with torch.no_grad(), products.few_rows(layer, lambda: 5):
+        with torch.no_grad(), products.few_rows(layer, lambda: 5, bool(paths)):
             found = layer[0](x)
         torch.testing.assert_close(found[:, :5], exact[:, :5], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found[:, 5:], others[:, 5:], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(exact, halves, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("first", [1, 2, 3, 5])
+def test_few_first_rows_have_the_bits_of_many(first):
+    layer = torch.nn.ModuleList([torch.nn.Linear(576, 1536)])
+    x = torch.randn(1, 400, 576)
+    with torch.no_grad():
+        wanted = layer[0](x)
+        with products.few_rows(layer, lambda: first, False):
+            assert torch.equal(layer[0](x)[:, :first], wanted[:, :first])
+
+
+@kernels
+@pytest.mark.parametrize(("repair", "rounded"), [(REPAIR, True), (TIGHT, False)])
+def test_nothing_is_rounded_that_less_is_promised_of(attach, model, monkeypatch, repair, rounded):
+    """The gauge compares two passes, and would not see what moves both alike."""
+    seen, original = [], products.multiply_into
+    monkeypatch.setattr(products, "multiply_into", lambda *args: seen.append(args[-1]) or original(*args))
+    monkeypatch.setattr(products, "IN_PAIRS", (contract.auto_path(),))
+    answered(attach, model, repair)
+    assert seen and set(seen) == {rounded}
 
 
 def answered(attach, model, repair, seen=None):
