@@ -169,6 +169,7 @@ constexpr Field kFields[] = {
     PROTOCOL(PinsOnTerms, bytes),
     PROTOCOL(DeviceMemory, writes),
     PROTOCOL(DeviceMemory, reserved),
+    PROTOCOL(PushHead, node),
     PROTOCOL(PromoteHead, priority),
     PROTOCOL(PromoteHead, reserved),
     PROTOCOL(PromiseItem, presence),

@@ -20,7 +20,13 @@ ORDERINGS = [
     # A reader: pin, fence, look again. The daemon: (generations changed before) fence, look at the pins.
     (
         "client.cc", "void Client::pin_all(",
-        ("at.take_pins(", "fence_full();", "at.current()", "board->covers(", "index.control("),
+        ("at.take_pins(", "fence_full();", "at.current()", "board->allowance()", "index.control("),
+    ),
+    # An export and the batch's end: each says what it does before it looks what the other does.
+    ("block_batch.cc", "void BlockBatch::close(", ("closed_.exchange(true)", "exported_.load()")),
+    (
+        "block_batch.cc", "void BlockBatch::hold(",
+        ("exported_.store(true)", "closed_.load()", "compare_exchange"),
     ),
     # What was found counts only if no other daemon has taken over meanwhile.
     ("client.cc", "std::vector<uint8_t> Client::lookup(", ("find_all(", "presence(", "at->current()")),
