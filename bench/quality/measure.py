@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.quality.cases import KINDS, QUESTIONS, Case, draw
+from bench.quality.cases import DRAW, KINDS, QUESTIONS, Case, draw
 from bench.quality.texts import SEED, Text, digest
 
 STRETCH = 256  # tokens: a cold run that is fed so is as correct as one that is not (bf16)
@@ -134,7 +134,7 @@ def measured(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """All rows of so many cases of each kind, those of the file first."""
     head = {
-        "seed": SEED, "digest": digest(texts), "model": subject.name, "dtype": subject.dtype,
+        "seed": SEED, "draw": DRAW, "digest": digest(texts), "model": subject.name, "dtype": subject.dtype,
         "max_kl": subject.repair.max_kl, "short": short,
     }  # fmt: skip
     rows = _read(path, head)
