@@ -16,7 +16,7 @@ import torch
 from kvclient.hf.layers import kinds
 from kvclient.hf.layers.attention import Attends, normed, of_each
 from kvclient.hf.layers.forwards import Gates, Whole, is_watched, takes_rows
-from kvclient.hf.layers.fused import ROWS, Fused, is_packed
+from kvclient.hf.layers.fused import ROWS, Calls, Fused, is_packed
 from kvclient.hf.release import CACHE
 
 _CALL = torch.nn.Module.__call__
@@ -33,6 +33,8 @@ class Layer:
         for name in kinds.LAYER:
             self.parts.add(module, name)
         self.fused = Fused(module, self.attends)
+        weight = module.input_layernorm._parameters.get("weight")
+        self._proven = None if weight is None else weight.dtype  # an activation may be another in other types
         self.packed = any(is_packed(part) for part in module.modules())
         self._norms = [module.input_layernorm, module.post_attention_layernorm, *self.attends.norms]
 
@@ -46,27 +48,30 @@ class Layer:
             return False
         return all(type(norm.variance_epsilon) is float for norm in self._norms)
 
-    def takes(self, hidden: Any, angles: Any) -> bool:
-        """Whether hidden [batch, tokens, hidden] and angles may be read, and in one call each way."""
+    def takes(self, hidden: Any, angles: Any) -> Calls | None:
+        """The calls for hidden [batch, tokens, hidden] and angles, if they may be read in one each way."""
         rows = takes_rows(hidden, self.module.input_layernorm._parameters.get("weight")) and hidden.ndim == 3
-        few = rows and 0 < hidden.shape[0] * hidden.shape[1] <= ROWS
-        return few and self.attends.fit(hidden, angles) and self.fused.stands(hidden.dtype)
+        few = rows and hidden.dtype is self._proven and 0 < hidden.shape[0] * hidden.shape[1] <= ROWS
+        return self.fused.calls(hidden.dtype) if few and self.attends.fit(hidden, angles) else None
 
-    def few(self, hidden: torch.Tensor, angles: Any, mask: Any, cache: Any, told: dict[str, Any]) -> Any:
-        """What its class answers, [batch, tokens, hidden], of hidden and angles that takes() said yes to."""
-        module, fused, structs = self.module, self.fused, self.fused.take()
+    def few(
+        self, calls: Calls, hidden: torch.Tensor, angles: Any, mask: Any, cache: Any, told: dict[str, Any]
+    ) -> Any:
+        """What its class answers, [batch, tokens, hidden], by the calls that takes() had for them."""
+        module, fused, structs = self.module, self.fused, calls.take()
         shape = hidden.shape[:2]
         rows = shape[0] * shape[1]
         turned = [of_each(angle, shape) for angle in angles] if self.attends.is_turned() else None
-        query, key, value = (side.transpose(1, 2) for side in fused.heads(structs[0], hidden, turned, rows))
+        sides = fused.heads(structs.before, hidden, turned, rows)
+        query, key, value = (side.transpose(1, 2) for side in sides)
         out, _ = self.attends.attend(query, key, value, mask, cache, told)
         factor = float(module.residual_multiplier) if self.scaled else 1.0
-        wide = shape == out.shape[:2] and out.shape[-1] == structs[1].out.inputs
+        wide = shape == out.shape[:2] and out.shape[-1] == structs.behind.out.inputs
         wide = wide and not (torch.is_grad_enabled() and out.requires_grad)
         if not (wide and out.dtype is hidden.dtype and type(out) is torch.Tensor):
             return self._apart(hidden, module.self_attn.o_proj(out))
-        result = fused.rest(structs[1], hidden, out, factor, rows)
-        fused.give(structs)
+        result = fused.rest(structs.behind, hidden, out, factor, rows)
+        calls.give(structs)
         return result
 
     def many(self, hidden: torch.Tensor, angles: Any, mask: Any, cache: Any, told: dict[str, Any]) -> Any:
@@ -94,13 +99,15 @@ def of_layer(module: Any) -> Callable[..., Any]:
     def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         angles = kwargs.get("position_embeddings")
         known = not args and kinds.OLD_NAMES.isdisjoint(kwargs) and layer.stands()
-        few = known and layer.takes(hidden_states, angles)
-        if not few and not (known and layer.takes_many(hidden_states, angles)):
+        calls = layer.takes(hidden_states, angles) if known else None
+        if calls is None and not (known and layer.takes_many(hidden_states, angles)):
             return type(module).forward(module, hidden_states, *args, **kwargs)
         told = {"position_ids": kwargs.pop("position_ids", None), "use_cache": kwargs.pop("use_cache", False)}
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop(CACHE, None)
         kwargs.pop("position_embeddings", None)
         told.update(kwargs)
-        return (layer.few if few else layer.many)(hidden_states, angles, mask, cache, told)
+        if calls is None:
+            return layer.many(hidden_states, angles, mask, cache, told)
+        return layer.few(calls, hidden_states, angles, mask, cache, told)
 
     return forward

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from ctypes import byref, sizeof
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from kvclient.hf.layers.forwards import is_plain, takes_product
 from kvclient.kernels import awq, contract
 
 ROWS = awq.ROWS  # of a layer, at most
+SIDES = ("query", "key", "value")
 FREE = 4  # structs that are kept for the next calls
 _IN, _OUT = sizeof(contract.LayerIn), sizeof(contract.LayerOut)
 _local = threading.local()
@@ -67,38 +69,96 @@ def is_packed(module: Any) -> bool:
     return type(module) is AwqLinear and "forward" not in module.__dict__
 
 
+@dataclass
+class Structs:
+    """Of one call at a time. wide: biases of packed layers of bf16 as the words want them, by name."""
+
+    before: Any
+    behind: Any
+    wide: dict[str, torch.Tensor]
+
+
+class Calls:
+    """What the structs of a layer's two calls say for rows of one type, and which tensors that is of. Never
+    changes: where one of those is another now, others are made.
+    """
+
+    def __init__(
+        self, sealed: Sealed, dtype: torch.dtype, heads: int, weights: dict[str, Any],
+        narrow: dict[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """heads: the size of one; weights: by the names of the structs' fields; narrow: biases in bf16 of
+        packed layers, by the same.
+        """
+        self.dtype, self.heads, self._sealed = dtype, heads, sealed
+        self._weights, self._narrow = weights, narrow
+        self._free: list[Structs] = []
+
+    def stand(self) -> bool:
+        """Whether all tensors are there still, as they were."""
+        return self._sealed.stands()
+
+    def take(self) -> Structs:
+        """Structs that no other call has until give(); never to give them back is no harm."""
+        structs = None
+        with contextlib.suppress(IndexError):  # another thread may take the last
+            structs = self._free.pop()
+        structs = self._made() if structs is None else structs
+        for name, bias in self._narrow.items():  # each time: somebody may have written into it
+            structs.wide[name] = wide = bias.detach().float()
+            getattr(structs.before if name in SIDES else structs.behind, name).bias = wide.data_ptr()
+        return structs
+
+    def _made(self) -> Structs:
+        made, kind = self._weights, DTYPES[self.dtype]
+        before = contract.LayerIn(_IN, contract.ABI, 0, self.heads, kind)
+        behind = contract.LayerOut(_OUT, contract.ABI, 0, kind)
+        before.query, before.key, before.value = made["query"], made["key"], made["value"]
+        behind.out, behind.gate = made["out"], made["gate"]
+        behind.up, behind.down = made["up"], made["down"]
+        before.norm, behind.norm = made["first"], made["second"]
+        before.query_norm, before.key_norm = made.get("q_norm"), made.get("k_norm")
+        return Structs(before, behind, {})
+
+    def give(self, structs: Structs) -> None:
+        """Back what take() gave."""
+        if len(self._free) < FREE:
+            self._free.append(structs)
+
+
 class Fused:
     """The two calls of a layer [batch, tokens, hidden] whose modules are the known ones."""
 
     def __init__(self, module: Any, attends: Attends) -> None:
         self._module, self._attends = module, attends
-        self._sealed: Sealed | None = None
-        self._made_for: tuple[torch.dtype, int] | None = None
-        self._made: dict[str, Any] = {}
-        self._free: list[tuple[Any, Any, Sealed | None]] = []
+        self._latest: Calls | None = None  # other threads may have others
 
-    def stands(self, dtype: torch.dtype) -> bool:
-        """Whether it can compute rows of that type; made anew where a tensor is another since."""
-        made_for = dtype, self._attends.module.head_dim
-        if self._sealed is not None and self._made_for == made_for and self._sealed.stands():
-            return True
-        sealed = Sealed()
-        made = self._weights(sealed, dtype)
-        self._sealed, self._free = None, []
-        if made is None or not sealed.stands():
-            return False
-        self._sealed, self._made_for, self._made = sealed, made_for, made
-        return True
+    def calls(self, dtype: torch.dtype) -> Calls | None:
+        """For rows of that type, made anew where a tensor is another since; None: it cannot compute them."""
+        found, heads = self._latest, self._attends.module.head_dim
+        if found is not None and found.dtype is dtype and found.heads == heads and found.stand():
+            return found
+        sealed, narrow = Sealed(), dict[str, torch.Tensor]()
+        made = self._weights(sealed, narrow, dtype)
+        found = Calls(sealed, dtype, heads, made, narrow) if made is not None and sealed.stands() else None
+        self._latest = found
+        return found
 
-    def _weights(self, sealed: Sealed, dtype: torch.dtype) -> dict[str, Any] | None:
+    def _weights(
+        self, sealed: Sealed, narrow: dict[str, torch.Tensor], dtype: torch.dtype
+    ) -> dict[str, Any] | None:
         """By the names of the structs' fields; None: one of them is not for the kernels."""
         module, attention, mlp = self._module, self._attends.module, self._module.mlp
         products = [getattr(attention, name) for name in PARTS]
         products += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        names = ("query", "key", "value", "out", "gate", "up", "down")
         made: dict[str, Any] = {}
-        for name, product in zip(names, products, strict=True):
-            made[name] = (_packed if is_packed(product) else _plain)(product, sealed, dtype)
+        for name, product in zip((*SIDES, "out", "gate", "up", "down"), products, strict=True):
+            if not is_packed(product):
+                made[name] = _plain(product, sealed, dtype)
+                continue
+            made[name] = _packed(product, sealed, dtype)
+            if product.bias is not None and dtype is not torch.float32:
+                narrow[name] = product.bias
         norms = {"first": module.input_layernorm, "second": module.post_attention_layernorm}
         if self._attends.kind.norms:
             norms |= {name: getattr(attention, name) for name in NORMS}
@@ -120,27 +180,6 @@ class Fused:
         whole = not any(made[name].outputs % heads for name in ("query", "key"))
         alike = (made["gate"].group == 0) == (made["up"].group == 0)
         return same and ends and wide and sides and whole and alike
-
-    def take(self) -> tuple[Any, Any, Sealed | None]:
-        """Structs that no other call has until give()."""
-        with contextlib.suppress(IndexError):  # another thread may take the last
-            return self._free.pop()
-        assert self._made_for is not None
-        made, sealed, (dtype, heads) = self._made, self._sealed, self._made_for
-        kind = DTYPES[dtype]
-        before = contract.LayerIn(_IN, contract.ABI, 0, heads, kind)
-        behind = contract.LayerOut(_OUT, contract.ABI, 0, kind)
-        before.query, before.key, before.value = made["query"], made["key"], made["value"]
-        behind.out, behind.gate = made["out"], made["gate"]
-        behind.up, behind.down = made["up"], made["down"]
-        before.norm, behind.norm = made["first"], made["second"]
-        before.query_norm, before.key_norm = made.get("q_norm"), made.get("k_norm")
-        return before, behind, sealed
-
-    def give(self, structs: tuple[Any, Any, Sealed | None]) -> None:
-        """Back what take() gave, unless they are of tensors that have changed since."""
-        if structs[2] is self._sealed and len(self._free) < FREE:
-            self._free.append(structs)
 
     def heads(self, before: Any, hidden: torch.Tensor, angles: Any, rows: int) -> list[torch.Tensor]:
         """Queries, keys and values [batch, tokens, heads, head_dim] of hidden, turned by cos and sin, which
@@ -207,11 +246,12 @@ def _packed(module: Any, sealed: Sealed, dtype: torch.dtype) -> Any:
     bias = sealed.add(module._parameters, "bias")
     if module._in_lanes or any(tensor is None for tensor in (words, zeros, scales)):
         return None
-    if bias is not None and not (is_plain(bias) and bias.dtype is torch.float32 is dtype):
+    if bias is not None and not (is_plain(bias) and bias.dtype is dtype and len(bias) == module.out_features):
         return None
-    module._check_held(words, zeros, scales, bias)
+    wide = bias if dtype is torch.float32 else None  # of bf16 each call has its own (Calls.take)
+    module._check_held(words, zeros, scales, wide)
     stand_for(torch.get_num_threads())
-    places = (words, bias, zeros, scales)
+    places = (words, wide, zeros, scales)
     return contract.Weights(
         module.in_features, module.out_features, module.group, int(in_panels(words)),
         *(None if tensor is None else tensor.data_ptr() for tensor in places),

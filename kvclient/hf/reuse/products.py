@@ -22,7 +22,7 @@ from kvclient.hf.layers.forwards import takes
 from kvclient.hf.layers.install import available, linears
 from kvclient.kernels import contract
 
-LEAST_ROWS = 8  # that torch is given: of fewer its products have other bits than the same rows of many
+FOUR, LEAST_ROWS = 4, 8  # torch is given: in others the last rows have other bits than the same rows of many
 IN_PAIRS = ("avx512_vnni", "avx512_fp16", "amx")  # paths with an instruction for it
 
 
@@ -67,8 +67,11 @@ class _Swapped:
         x = args[0]
         if not takes(x, module.weight, module.bias) or x.ndim != 3 or x.shape[0] != 1:
             return None
+        usual = min(usual, x.shape[1])
         self._input = module, x, usual
-        return (x[:, : max(usual, LEAST_ROWS) if usual else 0],)
+        rows = max(LEAST_ROWS, -(-usual // FOUR) * FOUR) if usual else 0
+        lacking = max(0, rows - x.shape[1])  # of a pass that has fewer: rows of zeros
+        return (torch.nn.functional.pad(x[:, :rows], (0, 0, 0, lacking)) if lacking else x[:, :rows],)
 
     def behind(self, module: Any, _args: Any, output: Any) -> Any:
         if threading.get_ident() != self._thread or self._input is None or self._input[0] is not module:

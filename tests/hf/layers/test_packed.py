@@ -135,3 +135,23 @@ def test_copies_and_moves_compute_with_their_words(home):
     assert not near(logits(other, ids), wanted, 1e-2)
     assert torch.equal(logits(model, ids), wanted)
     assert near(logits(model.to(torch.bfloat16), ids).float(), wanted, 4e-2)
+
+
+def of_attention(model):
+    for layer in model.model.layers:
+        yield from (getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_of_packed_layers_are_added_and_may_be_written(home, few, dtype):
+    models = both(home, dtype)
+    for part in (part for each in models for part in of_attention(each)):
+        part.bias = torch.nn.Parameter(torch.zeros(part.out_features, dtype=dtype), requires_grad=False)
+    for seed in range(2):
+        for each in models:
+            numbers = torch.Generator().manual_seed(seed)
+            for part in of_attention(each):
+                part.bias.data.copy_(torch.randn(part.out_features, generator=numbers))
+        few.clear()
+        assert near(*(logits(each, prompt(12)) for each in models), CLOSE[dtype])
+        assert len(few) == (0 if EARLY else 2)

@@ -102,6 +102,20 @@ def test_what_is_proven_in_one_type_is_not_in_another(made):
     assert torch.equal(model[0](x), made.forward(model[0], x))
 
 
+@pytest.mark.parametrize("tokens", [1, 60])
+def test_a_layer_proven_in_one_type_is_not_in_another(tokens):
+    """Its MLP's activation is another function there."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model = build("llama", layers=2, **sizes)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = SiLUOfTypes()
+    plain = copy.deepcopy(model).to(torch.bfloat16)
+    assert layers.install(model)
+    ids = prompt(tokens)
+    found, wanted = (logits(each, ids).logits for each in (model.to(torch.bfloat16), plain))
+    assert off(found, wanted) < 4e-2
+
+
 class Silent(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()

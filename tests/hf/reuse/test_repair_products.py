@@ -14,6 +14,7 @@ from kvclient.hf.reuse import products
 from kvclient.hf.reuse.blend import Blend
 from kvclient.hf.reuse.estimate import LEFT_ROUNDED, Gauge
 from kvclient.hf.reuse.repair import Repair
+from kvclient.hf.streaming.placement.costs import with_threads
 from kvclient.kernels import contract
 from tests.hf.inside import DOCUMENT
 from tests.hf.zoo import build, generate, prompt
@@ -75,14 +76,17 @@ def test_the_first_rows_are_torchs_and_the_others_rounded(monkeypatch):
 
 
 @kernels
-@pytest.mark.parametrize("first", [1, 2, 3, 5])
-def test_few_first_rows_have_the_bits_of_many(first):
+@pytest.mark.parametrize("first", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("rows", [3, 10, 400])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_few_first_rows_have_the_bits_of_many(first, rows, threads):
+    """Also where the whole pass has few, and on several threads, where torch's fours begin anew."""
     layer = torch.nn.ModuleList([torch.nn.Linear(576, 1536)])
-    x = torch.randn(1, 400, 576)
-    with torch.no_grad():
+    x, first = torch.randn(1, 400, 576), min(first, rows)
+    with with_threads(threads), torch.no_grad():
         wanted = layer[0](x)
         with products.few_rows(layer, lambda: first, False):
-            assert torch.equal(layer[0](x)[:, :first], wanted[:, :first])
+            assert torch.equal(layer[0](x[:, :rows])[:, :first], wanted[:, :first])
 
 
 @kernels
