@@ -25,7 +25,8 @@ from kvclient.hf.streaming.files.index import BLOCK_BYTES, Part, Table
 from kvclient.hf.streaming.mover import pages
 from kvclient.hf.streaming.residency import NO_VOCABULARY, Vocabulary
 from kvclient.hf.streaming.scheduler import Mover
-from kvclient.hf.streaming.vocabulary import ROWS_BYTES
+from kvclient.hf.streaming.weights.places import put
+from kvclient.hf.streaming.weights.vocabulary import ROWS_BYTES
 
 READ_AHEAD = 2  # parts at one time while a model loads: the second one's reads stand behind the first one's
 
@@ -125,15 +126,6 @@ def sizes(tables: dict[str, Table]) -> Vocabulary:
     embedding, last = tables["embedding"], tables["head"]
     piece = max(piece.length for piece in last.pieces)
     return Vocabulary(embedding.length, last.length, embedding is last, piece, ROWS_BYTES + BLOCK_BYTES)
-
-
-def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
-    """Each tensor, of its parameter's shape, in its module's place, as a buffer or a parameter."""
-    for module, attribute, tensor in places:
-        if attribute in module._buffers:
-            module._buffers[attribute] = tensor
-        else:
-            module._parameters[attribute] = torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def read(source: Source) -> torch.Tensor:

@@ -1,18 +1,14 @@
-"""A causal model of which some layers lie on the disk.
+"""A causal model of which some layers lie on the disk: how it is put together, and what is known of it.
 
-Owns the model's parameters: which are filled for good, and which only while their layer computes. Never
-changes a module's forward. Invariant: a streamed weight is a tensor without memory (torch's "meta") whenever
-its layer does not compute, so that nobody reads what another layer has put there.
+Owns from_pretrained(), and which model has which streams. Never reads a layer (streams.py does). Invariant: a
+model that is returned has all weights that stay in memory, or raises where they are asked for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +20,16 @@ from kvclient.hf.streaming import frame
 from kvclient.hf.streaming.files.checkpoint import directory_of
 from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
-from kvclient.hf.streaming.files.index import Arrangement, Part, Table, sources, split
+from kvclient.hf.streaming.files.index import Arrangement, Part, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
-from kvclient.hf.streaming.frame import Loading, name_of, put
-from kvclient.hf.streaming.mover import DiskMover, pages
-from kvclient.hf.streaming.placement.choice import Placement
-from kvclient.hf.streaming.placement.costs import ROWS, Costs, products_s, with_threads
+from kvclient.hf.streaming.frame import Loading
+from kvclient.hf.streaming.mover import DiskMover
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan
-from kvclient.hf.streaming.scheduler import Mover, Scheduler
-from kvclient.hf.streaming.slots import Slot
-from kvclient.hf.streaming.trace import Trace
-from kvclient.hf.streaming.vocabulary import StreamedEmbedding, StreamedHead, digest
-from kvclient.hf.streaming.weights import Room, copies, kept, leave, lies, places
+from kvclient.hf.streaming.scheduler import Mover
+from kvclient.hf.streaming.streams import Streams
+from kvclient.hf.streaming.weights.places import copies, kept, lies
 
 COPIES = 2
-ROLES = {"embedding": "input", "head": "output"}
 # Not an attribute of the model: what a module has is part of its identity.
 _streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams] = weakref.WeakKeyDictionary()
 
@@ -144,227 +135,6 @@ def write_trace(model: torch.nn.Module, path: str | Path) -> None:
     if (trace := _streams[model].trace) is None:
         raise InvalidArgument("nothing was traced; StreamingConfig(trace=True) does")
     trace.write(path)
-
-
-class Streams:
-    """The streamed layers of one model: their slots, and whose weights point into which."""
-
-    def __init__(
-        self, model: Any, layers: Any, arranged: Arrangement, tables: dict[str, Table], chosen: Plan,
-        config: StreamingConfig, mover: Mover, came: Loading,
-    ) -> None:  # fmt: skip
-        self.plan, self._dtype, self._layers, self._prefix = chosen, model.dtype, layers, arranged.prefix
-        self._mover, self._model = mover, weakref.ref(model)
-        self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
-        self._holding = threading.local()
-        self._users: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._streamed: dict[int, list[Part]] = {}
-        self._rooms: list[Room] = []  # for copies, that no layer uses now
-        self._taken: dict[int, Room] = {}
-        self.trace = Trace() if config.trace else None
-        self.computed_s = dict.fromkeys(range(len(layers)), 0.0)
-        self.scheduler: Scheduler | None = None
-        for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
-            for name in PARTS:
-                if name in chosen.streamed[number]:
-                    self._streamed.setdefault(number, []).append(parts[name])
-                    leave(layer, parts[name])
-                else:
-                    held = came.part(number, name)
-                    put(places(layer, parts[name], held, self._dtype, copied=arranged.in_place))
-        self._tables = tables
-        self.embedding = self._head = None
-        if "embedding" in tables:
-            embedding = model.get_input_embeddings()
-            self.embedding = StreamedEmbedding(embedding, tables["embedding"], mover, len(layers))
-        pieces = {
-            number: tuple(piece for part in parts for piece in part.pieces)
-            for number, parts in self._streamed.items()
-        }
-        if "head" in tables:
-            self._head = StreamedHead(model.get_output_embeddings(), tables["head"], len(layers))
-            pieces |= self._head.pieces()
-        if pieces:
-            self.scheduler = Scheduler(mover, pieces, config.n_staging_slots, config.ahead, self.trace)
-            if self._head is not None:
-                self._head.follow(self.scheduler)
-            for number in self._streamed:
-                layers[number].register_forward_pre_hook(self._before(number))
-                layers[number].register_forward_hook(self._after(number), always_call=True)
-        elif self.embedding is None:
-            mover.close()
-        self.placement: Placement | None = None
-        self._on_host: set[int] = set()  # layers whose weights point to the host's memory
-        self._host_threads = config.host_threads
-        if config.host_threads is not None:
-            self._place(list(pieces))
-
-    def _place(self, asked: list[int]) -> None:
-        """Raises InvalidArgument for a mover whose weights do not lie in memory, StreamingFailed."""
-        if not hasattr(self._mover, "lies"):
-            raise InvalidArgument(
-                f"host_threads={self._host_threads}; the host computes what lies in its memory: "
-                "from_pretrained(..., mover=host_memory)"
-            )
-        if self.scheduler is not None and self._streamed:
-            moved = self.moved()
-            behind = [number for number in asked if number not in moved]
-            self.placement = Placement(self.measured(ROWS), moved, behind, self.scheduler)
-
-    def moved(self) -> dict[int, int]:
-        """Bytes of each streamed layer."""
-        return {number: sum(part.length for part in parts) for number, parts in self._streamed.items()}
-
-    def measured(self, rows: Sequence[int]) -> Costs:
-        """By the first streamed layer. Raises StreamingFailed."""
-        assert self.scheduler is not None
-        number = next(iter(self._streamed))
-        layer = self._layers[number]
-        self._before(number)(layer, ())
-        try:
-            device = products_s(layer, torch.get_num_threads(), rows)
-            host = products_s(layer, self._host_threads, rows) if self._host_threads is not None else None
-            return Costs(self.scheduler.rate(), device, host)
-        finally:
-            self._after(number, computed=False)(layer, (), None)
-
-    def close(self) -> None:
-        """Ends the reading; the model cannot be called any more."""
-        if self.scheduler is not None:
-            self.scheduler.close()
-        elif self.embedding is not None:
-            self._mover.close()
-
-    def moving(self) -> dict[str, tuple[torch.nn.Module, str]]:
-        """Of each weight that has memory only while its layer computes, by its name: module and attribute."""
-        found = {}
-        for number, parts in self._streamed.items():
-            for stored in (stored for part in parts for stored in part.tensors):
-                owner, _, attribute = stored.name.rpartition(".")
-                module = self._layers[number].get_submodule(owner)
-                found[f"{self._prefix}.{number}.{stored.name}"] = module, attribute
-        model = self._model()
-        for role in self._tables if model is not None else ():
-            module = getattr(model, f"get_{ROLES[role]}_embeddings")()
-            found[f"{name_of(model, module)}.weight"] = module, "weight"
-        return found
-
-    def digested_tables(self) -> Iterator[tuple[str, str, list[int], bytes]]:
-        """Of each streamed matrix of the vocabulary its name, type, shape and the SHA-256 of its bytes."""
-        digests: dict[str, bytes] = {}
-        for role, table in self._tables.items():
-            module = getattr(self._model(), f"get_{ROLES[role]}_embeddings")()
-            if table.name not in digests:
-                digests[table.name] = digest(table, self._mover, len(self._layers))
-            name = f"{name_of(self._model(), module)}.weight"
-            yield name, f"torch.{table.dtype}", list(table.shape), digests[table.name]
-
-    def filled_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Each streamed layer in turn, with its name and its weights, until the next is asked for."""
-        for number in self._streamed:
-            layer = self._layers[number]
-            self._before(number)(layer, ())
-            try:
-                yield f"{self._prefix}.{number}", layer
-            finally:
-                self._after(number, computed=False)(layer, (), None)
-
-    def _before(self, number: int) -> Callable[..., None]:
-        def before(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            assert self.scheduler is not None
-            self._give_back_what_was_left()
-            if self.placement is not None and args:
-                rows = args[0].shape[:-1].numel()
-                if self.placement.enter(number, rows) and self._to_host(number, layer):
-                    return
-            with contextlib.ExitStack() as stack:
-                slot = stack.enter_context(self.scheduler.holding(number))
-                with self._lock:
-                    if not self._users.get(number):
-                        self._point(number, layer, self._parts_of(number, slot))
-                    self._users[number] = self._users.get(number, 0) + 1
-                self._holds(number).append(
-                    (stack.pop_all(), time.monotonic())
-                )  # else: the slot is free again
-
-        return before
-
-    def _holds(self, number: int) -> list[tuple[contextlib.ExitStack, float]]:
-        """Of the calling thread: what is given back behind the layer, and when it began."""
-        stacks: dict[int, list[Any]] = self._holding.__dict__.setdefault("stacks", {})
-        return stacks.setdefault(number, [])
-
-    def _give_back_what_was_left(self) -> None:
-        """torch calls no hook behind a layer that Ctrl-C ends: what this thread still holds as it enters the
-        next one is of such a layer.
-        """
-        for number, holds in self._holding.__dict__.get("stacks", {}).items():
-            while holds:
-                self._after(number, computed=False)(self._layers[number], (), None)
-
-    def _to_host(self, number: int, layer: torch.nn.Module) -> bool:
-        """The layer is computed where its weights lie, by the host's threads. False: another thread computes
-        it out of a slot now, which only those who hold the slot may do. Raises StreamingFailed.
-        """
-        mover: Any = self._mover  # _place() has seen that it has lies()
-        lies = [mover.lies(number, piece) for part in self._streamed[number] for piece in part.pieces]
-        with self._lock:
-            users = self._users.get(number, 0)
-            if users and number not in self._on_host:
-                return False
-            if not users:
-                self._on_host.add(number)
-                self._point(number, layer, lies)
-            self._users[number] = users + 1
-        assert self.placement is not None and self._host_threads is not None
-        self.placement.counted()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(with_threads(self._host_threads))
-            self._holds(number).append((stack.pop_all(), time.monotonic()))
-        return True
-
-    def _after(self, number: int, computed: bool = True) -> Callable[..., None]:
-        """Also after an exception in the layer. computed: else its weights were only looked at."""
-
-        def after(layer: torch.nn.Module, _args: Any, _out: Any) -> None:
-            stacks = self._holding.__dict__.get("stacks", {}).get(number)
-            if not stacks:
-                return  # the layer was never given its weights
-            held, started = stacks.pop()
-            ended = time.monotonic()
-            if self.trace is not None and computed:
-                self.trace.span("compute", number, started, ended)
-            with self._lock:
-                self.computed_s[number] += ended - started if computed else 0.0
-                self._users[number] -= 1
-                if not self._users[number]:
-                    self._on_host.discard(number)
-                    for part in self._streamed[number]:
-                        leave(layer, part)
-                    self._rooms.append(self._taken.pop(number))
-            held.close()
-
-        return after
-
-    def _parts_of(self, number: int, slot: Slot) -> Iterator[memoryview]:
-        at = 0
-        for part in self._streamed[number]:
-            yield slot.memory[at : at + part.length]
-            at += part.length
-
-    def _point(self, number: int, layer: torch.nn.Module, memories: Iterable[memoryview]) -> None:
-        """The layer's weights lie in these, a part in each; copies in a room until its last user leaves."""
-        if number not in self._taken:  # else an earlier call failed here
-            self._taken[number] = self._rooms.pop() if self._rooms else self._new_room()
-        room = self._taken[number]
-        room.empty()
-        for part, memory in zip(self._streamed[number], memories, strict=True):
-            put(places(layer, part, memory, self._dtype, room=room))
-
-    def _new_room(self) -> Room:
-        most = max(sum(copies(part, self._dtype) for part in parts) for parts in self._streamed.values())
-        return Room(pages(most))
 
 
 def _staying(

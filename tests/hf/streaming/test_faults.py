@@ -21,7 +21,7 @@ from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig,
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.mover import Piece
-from kvclient.hf.streaming.vocabulary import StreamedEmbedding
+from kvclient.hf.streaming.weights.vocabulary import StreamedEmbedding
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 from tests.warm_python import ROOT, WarmPython
 from tests.warm_python import run as run_warm

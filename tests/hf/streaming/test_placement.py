@@ -20,9 +20,10 @@ from kvclient.hf.streaming import (
     host_memory,
     streaming_stats,
 )
-from kvclient.hf.streaming.model import Streams, streams_of
+from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.placement import costs as measured
 from kvclient.hf.streaming.placement.costs import Costs
+from kvclient.hf.streaming.streams import Streams
 from tests.hf.awq_checkpoint import write_checkpoint
 
 LAYERS = 6

@@ -13,7 +13,6 @@ import torch
 
 from kvclient.hf.awq.packing import mark_panels
 from kvclient.hf.streaming.files.index import ALIGNMENT, Part, Stored
-from kvclient.hf.streaming.frame import put
 
 Place = tuple[torch.nn.Module, str, torch.Tensor]
 
@@ -47,6 +46,15 @@ def places(
         owner, _, attribute = stored.name.rpartition(".")
         tensor = _tensor(stored, memory, dtype, copied, room)
         yield layer.get_submodule(owner), attribute, mark_panels(tensor) if stored.panels else tensor
+
+
+def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
+    """Each tensor, of its parameter's shape, in its module's place, as a buffer or a parameter."""
+    for module, attribute, tensor in places:
+        if attribute in module._buffers:
+            module._buffers[attribute] = tensor
+        else:
+            module._parameters[attribute] = torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def leave(layer: torch.nn.Module, part: Part) -> None:
