@@ -103,8 +103,12 @@ def test_reasoning_comes_apart_from_the_answer_streamed_or_not(home, tmp_path, s
     (model / "chat_template.jinja").write_text(template)
     thinking = Server(model, "--store", "16MiB")
     try:
-        message = thinking.chat("why?", max_tokens=12)["choices"][0]["message"]
-        assert message["content"] == "" and message["reasoning_content"]
+        whole = thinking.chat("why?", max_tokens=12)
+        message, spent = whole["choices"][0]["message"], whole["usage"]["completion_tokens_details"]
+        assert message["content"] == "" and message["reasoning_content"] and spent["reasoning_tokens"] == 12
+        body = {"input": "why?", "max_output_tokens": 12, "temperature": 0}
+        spent = thinking.post("/v1/responses", body)[2]["usage"]["output_tokens_details"]
+        assert spent["reasoning_tokens"] == 12
         body = {"messages": [{"role": "user", "content": "why?"}], "max_tokens": 12, "temperature": 0,
                 "stream": True}  # fmt: skip
         text = thinking.text("/v1/chat/completions", body)

@@ -16,6 +16,12 @@ class Reasoning:
     def __init__(self, opened: bool = False) -> None:
         self._place, self._held = INSIDE if opened else BEFORE, ""
         self._blank = opened  # white space behind a mark is still to come
+        self.met = opened  # whether there is reasoning
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer has begun."""
+        return self._place == ANSWER
 
     def add(self, text: str) -> tuple[str, str]:
         """(of the reasoning, of the answer): what may be shown now."""
@@ -25,6 +31,7 @@ class Reasoning:
             begun = self._held.lstrip()
             if begun.startswith(OPEN):
                 self._place, self._held, self._blank = INSIDE, begun[len(OPEN) :], True
+                self.met = True
             elif not OPEN.startswith(begun):
                 self._place = ANSWER
         if self._place == INSIDE:

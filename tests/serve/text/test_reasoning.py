@@ -1,14 +1,19 @@
-"""Proves that reasoning and answer are cut apart the same way, whole or in any pieces.
+"""Proves that reasoning and answer are cut apart the same way, whole or in any pieces, and that
+their tokens are counted.
 
 Method: texts with marks, cut at random (Hypothesis), against a regular expression on the whole.
 """
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvclient.serve.engine.job import Token
+from kvclient.serve.engine.sampling import Chosen
+from kvclient.serve.http.answers.run import Choice
 from kvclient.serve.http.reasoning import Reasoning, parted
 
 THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*(?:</think>\s*(.*)|)$", re.S)
@@ -36,6 +41,26 @@ def wanted(text, opened):
 )
 def test_the_parts(text, opened, told):
     assert parted(text, opened) == told
+
+
+@pytest.mark.parametrize(
+    ("pieces", "opened", "counted"),
+    [
+        (["<think>", "\n", "hm", "\n", "</think>", "\n\n", "Yes", "."], False, 5),
+        (["hm", "", "</thi", "nk>Yes", "."], True, 4),
+        ([" ", "<thi", "nk>hm</think>Yes", "."], False, 3),
+        (["<think>", "never", " ends"], False, 3),
+        (["<thi", "s> is no thought"], False, 0),
+        (["\n"], False, 0),
+        (["Yes", " <think>no</think>"], False, 0),
+        (["<think>no</think>"], None, 0),
+    ],
+)
+def test_the_tokens_of_thoughts_are_counted_with_their_marks(pieces, opened, counted):
+    choice = Choice(SimpleNamespace(reasoning=opened))
+    for number, piece in enumerate(pieces):
+        choice.add(Token(piece, Chosen(number)))
+    assert (choice.text, choice.reasoning_tokens) == ("".join(pieces), counted)
 
 
 PARTS = st.lists(st.sampled_from(["<think>", "</think>", "\n", " ", "a", "<", "b c", "</thi"]), max_size=8)

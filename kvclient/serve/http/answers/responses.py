@@ -157,6 +157,7 @@ def _ended(item: Item, text: str) -> Item:
 
 def _body(run: Run, ident: str, status: str, items: list[Item]) -> Item:
     usage, asked = run.usage(), cast(ChatRequest, run.choices[0].ask.request)
+    thoughts = usage["completion_tokens_details"]["reasoning_tokens"]
     return {
         "id": ident, "object": "response", "created_at": int(time.time()), "status": status,
         "model": run.asking.model_name, "output": items, "error": None,
@@ -168,7 +169,7 @@ def _body(run: Run, ident: str, status: str, items: list[Item]) -> Item:
             "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
             "total_tokens": usage["total_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": thoughts},
         },
     }  # fmt: skip
 

@@ -18,6 +18,7 @@ from kvclient.serve.engine.job import Done, Event, Job, Prompt, Token
 from kvclient.serve.engine.sampling import Chosen
 from kvclient.serve.errors import ANTHROPIC, RESPONSES, ApiError
 from kvclient.serve.http.asking import Ask, Asking
+from kvclient.serve.http.reasoning import Reasoning
 from kvclient.serve.scheduler import QueueFull
 
 RETRY_AFTER_S = 2
@@ -36,6 +37,22 @@ class Choice:
     window: dict[str, int] | None = None
     accepted: int = 0  # tokens that were guessed, and right
     rejected: int = 0
+    _thoughts: Reasoning | None = None
+    _before: int = 0  # tokens until the answer began
+
+    def add(self, token: Token) -> None:
+        """It was generated."""
+        self.text += token.text
+        self.tokens.append(token.chosen)
+        if self.ask.reasoning is not None:
+            self._thoughts = self._thoughts or Reasoning(self.ask.reasoning)
+            self._before += not self._thoughts.over
+            self._thoughts.add(token.text)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of its thoughts, and of the marks around them."""
+        return self._before if self._thoughts is not None and self._thoughts.met else 0
 
 
 class Run:
@@ -80,8 +97,7 @@ class Run:
                 choice.prompt = event
             elif isinstance(event, Token):
                 self.first_at = self.first_at or time.perf_counter()
-                choice.text += event.text
-                choice.tokens.append(event.chosen)
+                choice.add(event)
             elif isinstance(event, Done):
                 choice.text += event.text
                 choice.finish, choice.stopped, choice.window = event.reason, event.stopped, event.window
@@ -124,6 +140,7 @@ class Run:
             "prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(c.reasoning_tokens for c in self.choices),
                 "accepted_prediction_tokens": sum(c.accepted for c in self.choices),
                 "rejected_prediction_tokens": sum(c.rejected for c in self.choices),
             },
