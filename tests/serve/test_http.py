@@ -223,6 +223,9 @@ RAW = {
     "a folded header": (HEALTH + b"X-Request-Id: a\r\n Set-Cookie: b\r\n\r\n", b"200"),
     "a tab in a number": (HEALTH + b"X-Request-Id: a\tb\r\n\r\n", b"200"),
     "no length": (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"411"),
+    "two kinds of length": (
+        POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", b"411",
+    ),
     "two lengths": (POST + b"Content-Length: 2\r\nContent-Length: 9\r\n\r\n{}", b"400"),
     "a body that is too long": (POST + b"Content-Length: 99999999\r\n\r\n{", b"413"),
     "a length of nonsense": (POST + b"Content-Length: -1\r\n\r\n", b"400"),

@@ -97,8 +97,7 @@ class Blend:
         self._may: torch.Tensor | None = None  # of the reused columns, those that can be computed; None: all
         if windows is not None:
             self._fresh, self._may = windows.computable(segments, self._fresh)
-        reused = [torch.arange(segment.start, segment.stop) for segment in segments]
-        self.found = len(torch.cat(reused))  # columns
+        self.found = sum(segment.stop - segment.start for segment in segments)  # columns
         self.recomputed = 0  # of these, in the layers that are cut
         # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
         checks = non_prefix.repair.checks

@@ -71,8 +71,9 @@ def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -
 
 class Reading:
     """What is asked as tokens: a long text on a thread of its own, one after the other, so that others are
-    answered meanwhile; at the app's end, and where its client has hung up, none that waits is read. Raises
-    what Asking does, and ApiError: 429 where too many wait, 499 where nobody does."""
+    answered meanwhile; so are the schemas that answers keep to. At the app's end, and where its client has
+    hung up, none that waits is read. Raises what Asking does, and ApiError: 429 where too many wait, 499
+    where nobody does."""
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
@@ -91,17 +92,26 @@ class Reading:
     async def __call__(self, request: Request, read: Callable[[Asking], Any]) -> Any:
         if int(request.headers["content-length"]) <= SHORT_BODY_BYTES:
             return read(self._asking)
-        if self._waiting >= MOST_LONG:
-            text = f"{MOST_LONG} long texts wait to be read already"
-            raise ApiError(429, text, "rate_limit_error", "queue_full", None, RETRY_AFTER_S)
         if self._apart is None:
             self._apart = self._asking.apart()
+        return await self._on_thread(request, read, self._apart)
+
+    async def enforced(self, request: Request, asks: list[Ask]) -> list[Ask]:
+        """The same, with what keeps their answers to a schema."""
+        if not any(ask.constrained for ask in asks):
+            return asks
+        return list(await self._on_thread(request, self._asking.enforced, asks))
+
+    async def _on_thread(self, request: Request, read: Callable[[Any], Any], of: Any) -> Any:
+        if self._waiting >= MOST_LONG:
+            text = f"{MOST_LONG} long texts or schemas wait to be read already"
+            raise ApiError(429, text, "rate_limit_error", "queue_full", None, RETRY_AFTER_S)
         self._waiting += 1
         try:
             async with self._turn:
                 if await request.is_disconnected():
                     raise ApiError(499, "the client is gone")
-                return await asyncio.get_running_loop().run_in_executor(self._thread, read, self._apart)
+                return await asyncio.get_running_loop().run_in_executor(self._thread, read, of)
         finally:
             self._waiting -= 1
 
@@ -173,6 +183,7 @@ def _answers(app: FastAPI, asking: Asking, Salt: Any, reading: Reading) -> None:
         @app.post(f"/v1/{path}")
         async def _(asked: Asked, request: Request, salt: Salt) -> Response:
             wanted = await reading(request, lambda by: asks(by, asked))
+            wanted = await reading.enforced(request, wanted)
             return await _answer(asking, wanted, asked.stream, request, salt, whole, chunks)
 
     add("chat/completions", ChatRequest, Asking.chat, chat.chat_whole, chat.chat_stream)
@@ -333,8 +344,9 @@ class Bounded:
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
-        if scope["method"] == "POST" and not length.isdigit():
-            told = _shown(ApiError(411, "Content-Length is needed"), scope["path"])
+        # Beside a Transfer-Encoding a length says nothing: the body would be as long as it is.
+        if scope["method"] == "POST" and ("transfer-encoding" in headers or not length.isdigit()):
+            told = _shown(ApiError(411, "Content-Length is needed, and it alone"), scope["path"])
             return await told(scope, receive, numbered)
         if scope["method"] == "POST" and int(length) > MOST_BODY_BYTES:
             text = f"a body of {length} bytes; the limit is {MOST_BODY_BYTES}"

@@ -7,6 +7,7 @@ what this server cannot do is an ApiError that names it, before anything is comp
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -26,7 +27,7 @@ from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.engine.text import Text
 from kvclient.serve.engine.windowed import Windowing
 from kvclient.serve.errors import ApiError, too_large, too_long, unprocessable, unsupported
-from kvclient.serve.http.grammar import Grammars
+from kvclient.serve.http.grammar import Grammars, Matcher
 from kvclient.serve.http.messages import Counted
 from kvclient.serve.http.messages import as_chat as messages_as_chat
 from kvclient.serve.http.reasoning import OPEN
@@ -57,6 +58,7 @@ class Ask:
     request: Common
     schema: dict[str, Any] | None = None
     constrained: bool = False
+    matcher: Matcher | None = None  # what keeps an answer to the schema
     tools: bool = False
     forced_tool: bool = False
     echo: bool = False
@@ -272,15 +274,24 @@ class Asking:
         text.encode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def enforced(self, asks: Sequence[Ask]) -> list[Ask]:
+        """The same, with what keeps their answers to a schema: Grammars.json, which takes time, and raises
+        what it does.
+        """
+        return [
+            dataclasses.replace(ask, matcher=self.grammars.json(ask.schema)) if ask.constrained else ask
+            for ask in asks
+        ]
+
     def jobs(self, ask: Ask, salt: bytes, tell: Any) -> list[Job]:
-        """One for each answer. tell: (index of the answer, event), from the loop's thread."""
+        """One for each answer. ask: enforced. tell: (index of the answer, event), from the loop's thread."""
         request, cache = ask.request, ask.request.cache
         salt = self.salted(salt, cache)
         out = []
         for index in range(request.n):
             seed = None if ask.sampling.seed is None else ask.sampling.seed + index
             sampling = Sampling(**{**ask.sampling.__dict__, "seed": seed})
-            matcher = self.grammars.json(ask.schema) if ask.constrained else None
+            matcher = None if ask.matcher is None else ask.matcher.fresh()
             special = ask.tools and not ask.constrained  # <tool_call> is a special token of some models
             out.append(
                 Job(

@@ -2,6 +2,8 @@
 
 Owns the compiled tokenizer, made once. Never chooses. Invariant: a schema that cannot be enforced is an error
 before anything is computed, never an answer that does not fit.
+
+llguidance.torch is left alone: it has torch compile a program for the mask, at a step that others wait for.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvclient.serve.errors import ApiError
@@ -18,7 +21,9 @@ MOST_SCHEMA_BYTES = 64 << 10
 
 
 class Grammars:
-    """Of one tokenizer. Raises ApiError 400 where llguidance is not installed or refuses a schema."""
+    """Of one tokenizer; for any thread, and not for one that others wait for: the first schema takes as long
+    as the tokenizer has words. Raises ApiError 400 where llguidance is not installed or refuses a schema.
+    """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
@@ -47,7 +52,7 @@ class Grammars:
         if matcher.is_error():
             reason = matcher.get_error()
             raise ApiError(400, f"the schema cannot be enforced: {reason}", param="response_format")
-        return Matcher(matcher, self._vocabulary)
+        return Matcher(matcher)
 
     def _compiled(self) -> Any:
         from llguidance.hf import from_tokenizer
@@ -61,11 +66,12 @@ class Grammars:
 class Matcher:
     """Of one answer."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        from llguidance.torch import allocate_token_bitmask
-
+    def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self._bits = allocate_token_bitmask(1, vocabulary)
+
+    def fresh(self) -> Matcher:
+        """For another answer of the same schema, compiled once. Of one that took nothing yet."""
+        return Matcher(self._matcher.deep_copy())
 
     @property
     def over(self) -> bool:
@@ -74,14 +80,13 @@ class Matcher:
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores [vocabulary] with -inf for tokens that cannot come next."""
-        from llguidance.torch import apply_token_bitmask_inplace, fill_next_token_bitmask
-
         if self.over:
             return scores
-        fill_next_token_bitmask(self._matcher, self._bits)
-        scores = scores.clone()[None]
-        apply_token_bitmask_inplace(scores, self._bits)
-        return scores[0]
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = torch.zeros(len(scores), dtype=torch.bool)
+        known = np.unpackbits(bits, bitorder="little", count=min(8 * len(bits), len(scores)))
+        allowed[: len(known)] = torch.from_numpy(known)
+        return scores.masked_fill(~allowed, float("-inf"))
 
     def take(self, token: int) -> None:
         """The token was chosen. Raises RuntimeError if the grammar forbids it."""

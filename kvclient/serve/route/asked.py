@@ -49,6 +49,8 @@ async def body_of(scope: Any, receive: Any) -> bytes | None:
     length = header(scope, b"content-length")
     if scope["method"] not in ("GET", "HEAD") and not length.isdigit():
         raise ApiError(411, "Content-Length is needed")
+    if header(scope, b"transfer-encoding"):  # a length beside it says nothing of the body
+        raise ApiError(411, "Content-Length is needed, and it alone")
     if length.isdigit() and int(length) > MOST_BODY_BYTES:
         raise ApiError(413, f"a body of {length} bytes; the limit is {MOST_BODY_BYTES}")
     parts: list[bytes] = []

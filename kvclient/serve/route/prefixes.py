@@ -40,9 +40,11 @@ class Prefixes:
             assert max(out.values()) == count
         return out
 
-    def note(self, pieces: Iterable[bytes], store: str) -> None:
-        """The store has these pieces of a prompt."""
-        for piece in pieces:
+    def note(self, pieces: Sequence[bytes], store: str) -> None:
+        """The store has these pieces of a prompt. Its first are forgotten last: without them the others say
+        nothing.
+        """
+        for piece in reversed(pieces):
             self._held.setdefault(piece, set()).add(store)
             self._held.move_to_end(piece)
         while len(self._held) > self._most:

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvclient.serve.errors import ApiError
 from kvclient.serve.route.app import Router
+from kvclient.serve.route.asked import body_of
 from kvclient.serve.route.back import MOST_EVENT_BYTES, Events
 from kvclient.serve.route.exchange import ServerLost
 from kvclient.serve.route.prefixes import pieces_of
@@ -231,6 +233,19 @@ def test_the_events_of_a_stream_are_its_bytes_wherever_they_are_cut(parts, data)
 def test_an_event_without_an_end_is_not_held_for_ever():
     events = Events()
     assert events.add(bytes(MOST_EVENT_BYTES)) == b"" and len(events.add(b"x")) == MOST_EVENT_BYTES + 1
+
+
+def test_a_body_beside_whose_length_another_says_how_long_it_is_is_not_read():
+    """It was read as far as it went, whatever its length said."""
+
+    async def receive():
+        raise AssertionError("it was read")
+
+    both = [(b"content-length", b"2"), (b"transfer-encoding", b"chunked")]
+    for method, headers in ("POST", both), ("GET", both[1:]):
+        with pytest.raises(ApiError) as told:
+            asyncio.run(body_of({"method": method, "headers": headers}, receive))
+        assert told.value.status == 411
 
 
 def test_a_prompt_of_any_depth_has_pieces():

@@ -51,6 +51,14 @@ def test_what_was_noted_is_matched_without_gaps_and_in_bounds(noted):
     assert len(table) == 0
 
 
+def test_of_what_has_no_room_a_prompts_first_pieces_are_forgotten_last():
+    table = Prefixes(most=6)
+    first, then = (pieces_of({"prompt": text * 3000}, "")[:4] for text in "ab")
+    table.note(first, "a")
+    table.note(then, "a")
+    assert (table.matched(first)["a"], table.matched(then)["a"]) == (2, 4)
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=6),
     st.lists(st.integers(0, 10), min_size=6, max_size=6), st.integers(0, 6),

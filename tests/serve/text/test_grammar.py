@@ -1,0 +1,80 @@
+"""Proves that structured output is prepared beside the streams and not between them: neither the tokenizer's
+tables nor a schema is compiled on the event loop's thread, one schema once however many answers keep to it;
+and that masking a step's scores compiles nothing, so a machine without a compiler has structured output too.
+
+Method: the application itself with a grammar that notes on which thread it was made; a matcher's mask against
+one that asks of every token whether it may come; a server process that finds no compiler.
+"""
+
+import asyncio
+import json
+import subprocess
+import threading
+from types import SimpleNamespace
+
+import httpx2
+import pytest
+import torch
+import transformers
+
+from kvclient.serve.http.app import create_app
+from kvclient.serve.http.asking import Asking
+from kvclient.serve.http.grammar import Grammars
+from kvclient.serve.scheduler import Limits, QueueFull
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+
+SCHEMA = {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, "required": ["k"],
+          "additionalProperties": False}  # fmt: skip
+SHAPE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 60, "temperature": 0}
+
+
+def full(job):
+    raise QueueFull("no job of this test is computed")
+
+
+def test_what_a_schema_needs_is_made_on_another_thread_and_once(home, monkeypatch):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    loop = SimpleNamespace(identity=b"", limits=Limits(), submit=full, cancel=lambda job: None)
+    app = create_app(Asking(tokenizer, "tiny", loop, 1000, 300), "1")
+    made, make = [], Grammars.json
+
+    def noted(self, schema):
+        made.append(threading.get_ident())
+        return make(self, schema)
+
+    monkeypatch.setattr(Grammars, "json", noted)
+
+    async def scenario():
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://tiny") as client:
+            body = {**CHAT, "n": 4, "response_format": SHAPE}
+            answer = await client.post("/v1/chat/completions", json=body)
+            wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no type"}}}
+            refused = await client.post("/v1/chat/completions", json={**CHAT, "response_format": wrong})
+            return answer.status_code, refused.status_code, threading.get_ident()
+
+    answered, refused, loops = asyncio.run(scenario())
+    assert (answered, refused) == (429, 400)
+    assert len(made) == 2 and loops not in made
+
+
+def test_a_mask_is_what_the_grammar_says_of_each_token(home):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    matcher = Grammars(tokenizer, 300).json(SCHEMA)
+    scores, text = torch.randn(310), '{"k": "a"}'  # some models tell scores of more than they have words
+    for letter in text:
+        allowed = {token for token in range(259) if matcher._matcher.validate_tokens([token])}
+        masked = matcher.mask(scores)
+        assert set(torch.nonzero(masked > float("-inf"))[:, 0].tolist()) == allowed
+        assert torch.equal(masked[sorted(allowed)], scores[sorted(allowed)])
+        (token,) = tokenizer(letter)["input_ids"]
+        assert token in allowed
+        matcher.take(token)
+
+
+def test_a_machine_without_a_compiler_has_structured_output(server, tmp_path):
+    nowhere = {"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    plain = server("--store", "16MiB", env=nowhere, python=subprocess.Popen)  # nothing of torch is read yet
+    told = plain.chat("x", max_tokens=60, response_format=SHAPE)
+    assert json.loads(told["choices"][0]["message"]["content"])["k"] in "ab"
