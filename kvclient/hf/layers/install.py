@@ -62,9 +62,13 @@ def _rows(model: torch.nn.Module) -> Iterator[Candidate]:
         if _is_layer(module):
             yield module, forwards.of_linear(module), None, lambda: True
         elif _is_norm(module):
-            told = (lambda: None) if kinds.norm(module) else (lambda module=module: _kind(module))
-            made = forwards.of_norm(module, _epsilon(module), told)
+            made = _of_norm(module)
             yield module, made, _kind(module), lambda it=(module, made): trial.same_norm(*it)
+
+
+def _of_norm(module: torch.nn.Module) -> Callable[..., Any]:
+    told = (lambda: None) if kinds.norm(module) else (lambda: _kind(module))
+    return forwards.of_norm(module, _epsilon(module), told)
 
 
 def _blocks(model: torch.nn.Module) -> Iterator[Candidate]:
@@ -73,23 +77,36 @@ def _blocks(model: torch.nn.Module) -> Iterator[Candidate]:
         if _is_gated(module):
             made, width = forwards.of_gated(module), module.gate_proj.in_features
             it = module, made, width, module.gate_proj.weight.dtype
-            yield module, made, _kinds(module), lambda it=it: trial.same_rows(*it)
+            yield module, made, kinds_of(module), lambda it=it: trial.same_rows(*it)
         elif _is_attention(module):
             it = module, attention.of_attention(module), module, module.q_proj.in_features
-            yield module, it[1], _kinds(module), lambda it=it: trial.same_attention(*it)
+            yield module, it[1], kinds_of(module), lambda it=it: trial.same_attention(*it)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[Candidate]:
     """Of decoder layers, whose blocks have been exchanged."""
     for module in model.modules():
         if kinds.layer(module) and _is_decoder(module):
-            it = module, decoder.of_layer(module), module.self_attn, module.self_attn.q_proj.in_features
-            yield module, it[1], _kinds(module), lambda it=it: trial.same_attention(*it)
+            made, width = decoder.of_layer(module), module.self_attn.q_proj.in_features
+            packed = any(map(fused.is_packed, module.modules()))  # more rows are its class's, whatever it is
+            it = module, made, module.self_attn, width, trial.ROWS if packed else trial.MORE_ROWS
+            yield module, made, kinds_of(module), lambda it=it: trial.same_attention(*it)
 
 
-def _kinds(module: torch.nn.Module) -> tuple[Any, ...]:
-    """_kind() of it and of all below it."""
+def kinds_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What it has in common with those that compute the same: its kind, and that of all below it."""
     return tuple(map(_kind, module.modules()))
+
+
+def made_again(proven: Any, module: Any) -> Callable[..., Any]:
+    """What stands in the forward of one, made for another of its kind, whose weights may be elsewhere."""
+    if type(proven) is torch.nn.Linear:
+        return forwards.of_linear(module)
+    if kinds.layer(proven):
+        return decoder.of_layer(module)
+    if kinds.attention(proven) is not None:
+        return attention.of_attention(module)
+    return forwards.of_gated(module) if _looks_gated(proven) else _of_norm(module)
 
 
 def _kind(module: torch.nn.Module) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -61,13 +61,15 @@ def same_norm(module: Any, made: Callable[..., Any]) -> bool:
 
 
 @torch.no_grad()
-def same_attention(module: Any, made: Callable[..., Any], attention: Any, width: int) -> bool:
+def same_attention(
+    module: Any, made: Callable[..., Any], attention: Any, width: int, counts: Sequence[int] = MORE_ROWS
+) -> bool:
     """Whether a module in which `attention` attends gives it the same queries, keys, values and arguments,
-    gives a cache the same, all to the bit, and makes near the same of what comes back.
+    gives a cache the same, all to the bit, and makes near the same of what comes back. counts: of rows.
     """
     dtype = module.dtype if hasattr(module, "dtype") else next(module.parameters()).dtype
     numbers = torch.Generator().manual_seed(0)
-    for rows in MORE_ROWS:
+    for rows in counts:
         x = _noise(numbers, dtype, 1, rows, width)
         angles = tuple(_noise(numbers, dtype, 2, 1, rows, attention.head_dim).unbind())
         places = torch.arange(rows, device="cpu")[None]

@@ -77,9 +77,11 @@ class Scheduler:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def holding(self, layer: int) -> Iterator[Slot]:
-        """The layer's slot, full, for as long as the block runs. Raises StreamingFailed, and Closed."""
-        slot = self._acquire(layer)
+    def holding(self, layer: int, passing: bool = True) -> Iterator[Slot]:
+        """The layer's slot, full, for as long as the block runs. passing: of a pass; else it is only looked
+        at: nothing is counted, and what the next pass begins with stays. Raises StreamingFailed, and Closed.
+        """
+        slot = self._acquire(layer, passing)
         try:
             self._taken(slot.memory)
             yield slot
@@ -88,27 +90,29 @@ class Scheduler:
                 self._given_back(slot.memory)
             finally:
                 with self._changed:
-                    self._table.release(slot)
+                    self._table.release(slot, passing)
                     self._changed.notify_all()
 
-    def _acquire(self, layer: int) -> Slot:
+    def _acquire(self, layer: int, passing: bool) -> Slot:
         started = time.monotonic()
         with self._changed:
-            if self.first_s is None:
+            if passing and self.first_s is None:
                 self.first_s, self._early_s = started, self._busy(started)
-            self.hits += self._table.ask(layer)
+            there = self._table.ask(layer)
             try:
                 self._changed.notify_all()
                 while True:
                     if self._closed:
                         raise Closed("the model's streams were closed")
-                    if (slot := self._table.take(layer)) is not None:
+                    if (slot := self._table.take(layer, passing)) is not None:
                         break
                     self._changed.wait()
             finally:
                 self._table.leave(layer)
             ended = time.monotonic()
-            self.waited_s[layer] += ended - started
+            if passing:
+                self.hits += there
+                self.waited_s[layer] += ended - started
             self._changed.notify_all()
         if self._trace is not None:
             self._trace.span("wait", layer, started, ended)

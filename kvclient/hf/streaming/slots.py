@@ -52,15 +52,18 @@ class SlotTable:
         slot = self._holder(layer)
         return slot is not None and slot.ready
 
-    def take(self, layer: int) -> Slot | None:
-        """The layer's slot, with one user more; None: not yet. Raises what its read failed with."""
+    def take(self, layer: int, passing: bool = True) -> Slot | None:
+        """The layer's slot, with one user more; None: not yet. passing: a pass is here, and what follows is
+        read next; else whoever asks only looks. Raises what its read failed with.
+        """
         if (error := self._failed.get(layer)) is not None:
             raise error
         slot = self._holder(layer)
         if slot is None or not slot.ready:
             return None
         slot.users += 1
-        self._soon = self._behind(layer, self._ahead)
+        if passing:
+            self._soon = self._behind(layer, self._ahead)
         return slot
 
     def leave(self, layer: int) -> None:
@@ -69,11 +72,13 @@ class SlotTable:
         self._asked[layer] -= 1
         self._asked += Counter()  # drops what is 0
 
-    def release(self, slot: Slot) -> None:
-        """Of each take() once. The last user's slot may be filled with what is asked for after the next."""
+    def release(self, slot: Slot, passing: bool = True) -> None:
+        """Of each take() once. The last user's slot may be filled with what is asked for after the next, if a
+        pass has left it.
+        """
         assert slot.users > 0 and slot.ready and slot.layer is not None
         slot.users -= 1
-        if not slot.users and self._ahead:
+        if passing and not slot.users and self._ahead:
             self._soon = self._behind(slot.layer, self._ahead + 1)
 
     def begin(self) -> tuple[int, Slot] | None:

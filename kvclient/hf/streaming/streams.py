@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kvclient.errors import InvalidArgument
+from kvclient.hf.layers.twins import Twins
 from kvclient.hf.streaming.files.index import Arrangement, Part, Table
 from kvclient.hf.streaming.frame import Loading, name_of
 from kvclient.hf.streaming.mover import pages
@@ -51,11 +52,12 @@ class Streams:
         self.trace = Trace() if config.trace else None
         self.computed_s = dict.fromkeys(range(len(layers)), 0.0)
         self.scheduler: Scheduler | None = None
+        twins = Twins(layers)
         for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
             for name in PARTS:
                 if name in chosen.streamed[number]:
                     self._streamed.setdefault(number, []).append(parts[name])
-                    leave(layer, parts[name])
+                    leave(layer, parts[name], self._dtype)
                 else:
                     held = came.part(number, name)
                     put(places(layer, parts[name], held, self._dtype, copied=arranged.in_place))
@@ -73,18 +75,27 @@ class Streams:
             pieces |= self._head.pieces()
         if pieces:
             self.scheduler = Scheduler(mover, pieces, config.n_staging_slots, config.ahead, self.trace)
-            if self._head is not None:
-                self._head.follow(self.scheduler)
-            for number in self._streamed:
-                layers[number].register_forward_pre_hook(self._before(number))
-                layers[number].register_forward_hook(self._after(number), always_call=True)
         elif self.embedding is None:
             mover.close()
         self.placement: Placement | None = None
         self._on_host: set[int] = set()  # layers whose weights point to the host's memory
         self._host_threads = config.host_threads
-        if config.host_threads is not None:
-            self._place(list(pieces))
+        try:
+            self._begin(twins, list(pieces))
+        except BaseException:
+            self.close()  # else its threads wait for who never comes
+            raise
+
+    def _begin(self, twins: Twins, asked: list[int]) -> None:
+        """asked: what a pass asks the scheduler for. Raises what _place() does."""
+        if self._head is not None and self.scheduler is not None:
+            self._head.follow(self.scheduler)
+        twins.install(self._looked_at)  # a layer that has hooks is nobody's
+        for number in self._streamed:
+            self._layers[number].register_forward_pre_hook(self._before(number))
+            self._layers[number].register_forward_hook(self._after(number), always_call=True)
+        if self._host_threads is not None:
+            self._place(asked)
 
     def _place(self, asked: list[int]) -> None:
         """Raises InvalidArgument for a mover whose weights do not lie in memory, StreamingFailed."""
@@ -105,13 +116,21 @@ class Streams:
     def measured(self, rows: Sequence[int]) -> Costs:
         """By the first streamed layer. Raises StreamingFailed."""
         assert self.scheduler is not None
-        number = next(iter(self._streamed))
-        layer = self._layers[number]
-        self._before(number)(layer, ())
-        try:
+        with self._looked_at(next(iter(self._streamed))) as layer:
             device = products_s(layer, torch.get_num_threads(), rows)
             host = products_s(layer, self._host_threads, rows) if self._host_threads is not None else None
             return Costs(self.scheduler.rate(), device, host)
+
+    @contextlib.contextmanager
+    def _looked_at(self, number: int, passing: bool = False) -> Iterator[torch.nn.Module]:
+        """A layer with its weights. passing: others follow it, as in a pass. Raises StreamingFailed."""
+        layer = self._layers[number]
+        if number not in self._streamed:
+            yield layer
+            return
+        self._before(number, passing)(layer, ())
+        try:
+            yield layer
         finally:
             self._after(number, computed=False)(layer, (), None)
 
@@ -149,14 +168,10 @@ class Streams:
     def filled_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Each streamed layer in turn, with its name and its weights, until the next is asked for."""
         for number in self._streamed:
-            layer = self._layers[number]
-            self._before(number)(layer, ())
-            try:
+            with self._looked_at(number, passing=True) as layer:
                 yield f"{self._prefix}.{number}", layer
-            finally:
-                self._after(number, computed=False)(layer, (), None)
 
-    def _before(self, number: int) -> Callable[..., None]:
+    def _before(self, number: int, passing: bool = True) -> Callable[..., None]:
         def before(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
             assert self.scheduler is not None
             self._give_back_what_was_left()
@@ -165,7 +180,7 @@ class Streams:
                 if self.placement.enter(number, rows) and self._to_host(number, layer):
                     return
             with contextlib.ExitStack() as stack:
-                slot = stack.enter_context(self.scheduler.holding(number))
+                slot = stack.enter_context(self.scheduler.holding(number, passing))
                 with self._lock:
                     if not self._users.get(number):
                         self._point(number, layer, self._parts_of(number, slot))
@@ -227,7 +242,7 @@ class Streams:
                 if not self._users[number]:
                     self._on_host.discard(number)
                     for part in self._streamed[number]:
-                        leave(layer, part)
+                        leave(layer, part, self._dtype)
                     self._rooms.append(self._taken.pop(number))
             held.close()
 

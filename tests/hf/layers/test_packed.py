@@ -12,7 +12,6 @@ import transformers
 
 from kvclient.hf import awq, layers
 from kvclient.hf.layers import decoder
-from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
 from tests.hf.awq_checkpoint import write_checkpoint
 from tests.hf.layers.test_decoder import EARLY, logits
 from tests.hf.zoo import near, prompt
@@ -74,15 +73,6 @@ def _alone(tokens):
     mask = torch.full((1, 1, tokens, tokens), torch.finfo(torch.float32).min)
     mask[..., range(tokens), range(tokens)] = 0
     return mask
-
-
-def test_a_streamed_model_of_which_all_stays_is_given_them(home, few):
-    model = StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_resident"))
-    wanted = logits(model, prompt(12))
-    assert layers.install(model)
-    few.clear()  # of trials
-    assert near(logits(model, prompt(12)), wanted, 3e-5)
-    assert len(few) == (0 if EARLY else 2)
 
 
 def words(layer):

@@ -57,12 +57,12 @@ def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
             module._parameters[attribute] = torch.nn.Parameter(tensor, requires_grad=False)
 
 
-def leave(layer: torch.nn.Module, part: Part) -> None:
-    """The part's weights have no memory from here on."""
+def leave(layer: torch.nn.Module, part: Part, dtype: torch.dtype) -> None:
+    """The part's weights, of the types that they are computed in, have no memory from here on."""
     for stored in part.tensors:
         owner, _, attribute = stored.name.rpartition(".")
         module = layer.get_submodule(owner)
-        empty = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+        empty = torch.empty(stored.shape, dtype=_kind(stored, dtype), device="meta")
         put(iter([(module, attribute, empty)]))
 
 

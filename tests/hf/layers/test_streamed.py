@@ -1,0 +1,157 @@
+"""Proves that the decoder layers of a packed model are computed as one whether their weights stay or are read
+for each pass, with the same bits; that what is proven at load is read once; and that a load that fails ends
+its threads.
+
+Method: a tiny AWQ checkpoint with heads of 32 and biases, by each residency, beside the model in memory that
+was given the same layers.
+"""
+
+import threading
+
+import pytest
+import torch
+import transformers
+
+import kvclient
+import kvclient.hf
+from kvclient.errors import InvalidArgument
+from kvclient.hf import awq, layers
+from kvclient.hf.layers import decoder
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, expected_s
+from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.mover import DiskMover
+from tests.hf.awq_checkpoint import write_checkpoint
+from tests.hf.layers.test_decoder import EARLY
+from tests.hf.zoo import prompt
+
+pytestmark = pytest.mark.skipif(EARLY, reason="this release's layers are left to torch")
+COUNT = 4
+RESIDENCIES = {
+    "full_resident": {},
+    "partial_resident": {"keep_first_k": 0, "keep_last_k": 1},
+    "ffn_only_stream": {},
+    "full_stream": {"n_staging_slots": 3},
+}
+
+
+def write(home, dtype=torch.float32, stored=None):
+    """stored: the type of what is not packed, on the disk."""
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=COUNT, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.15,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).to(dtype).eval()
+    for part in model.modules():
+        if type(part).__name__ == "Qwen2RMSNorm":
+            part.weight.data.uniform_(0.5, 1.5)
+
+    def change(tensors):
+        tensors |= {
+            name: torch.randn(tensor.shape).to(tensor.dtype)
+            for name, tensor in model.state_dict().items()
+            if name.endswith("bias")
+        }
+        if stored is not None:
+            packed = ("qweight", "qzeros", "scales")
+            tensors |= {n: t.to(stored) for n, t in tensors.items() if not n.endswith(packed)}
+
+    return write_checkpoint(home, model, 32, change=change)
+
+
+def opened(home, residency, mover=None, **more):
+    config = StreamingConfig(residency=residency, **RESIDENCIES.get(residency, {}))
+    return StreamingCausalLM.from_pretrained(home, config, mover=mover, **more)
+
+
+def in_memory(home, dtype):
+    model = awq.from_pretrained(home, dtype)
+    assert layers.install(model.model.layers)
+    return model
+
+
+@torch.inference_mode()
+def logits(model, ids):
+    return model(ids).logits
+
+
+@pytest.fixture
+def few(monkeypatch):
+    usual, seen = decoder.Layer.few, []
+    monkeypatch.setattr(decoder.Layer, "few", lambda *args: seen.append(1) or usual(*args))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [None, torch.float16])
+def test_layers_are_computed_as_one_wherever_their_weights_lie(tmp_path, few, dtype, stored):
+    home = write(tmp_path, dtype, stored)
+    wanted = in_memory(home, dtype)
+    for residency in RESIDENCIES:
+        model = opened(home, residency, dtype=dtype)
+        for tokens, computed in ((60, 0), (40, COUNT), (1, COUNT), (1, COUNT)):
+            few.clear()
+            found = logits(model, prompt(tokens))
+            assert len(few) == computed, (residency, tokens)
+            assert torch.equal(found, logits(wanted, prompt(tokens))), (residency, tokens)
+        streams_of(model).close()
+
+
+class Counted(DiskMover):
+    """Tells which layers were read."""
+
+    def __init__(self, arranged):
+        super().__init__(*arranged.paths)
+        self.read = []
+
+    def fill(self, layer, pieces, slot):
+        self.read.append(layer)
+        super().fill(layer, pieces, slot)
+
+
+def test_what_is_looked_at_before_the_first_pass_is_not_read_again(tmp_path):
+    made = []
+    model = opened(write(tmp_path), "full_stream", lambda arranged: made.append(Counted(arranged)) or made[0])
+    assert "forward" in model.model.layers[COUNT - 1].__dict__
+    assert expected_s(model) > 0
+    scheduler = streams_of(model).scheduler
+    assert scheduler.first_s is None and not scheduler.hits and not any(scheduler.waited_s.values())
+    logits(model, prompt(5))
+    assert made[0].read[:COUNT] == list(range(COUNT))
+    assert made[0].read.count(COUNT - 1) == 1
+    streams_of(model).close()
+
+
+def test_what_a_streamed_model_published_is_found_by_the_one_in_memory(tmp_path):
+    home = write(tmp_path)
+    streamed, ids, identities = opened(home, "ffn_only_stream"), prompt(100), []
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with kvclient.InMemoryClient(32 << 20) as client:
+        for model, reused in ((streamed, 0), (in_memory(home, torch.float32), 96)):
+            plain = model.generate(ids, **options)
+            with kvclient.hf.attach(model, client, block_tokens=32) as kv:
+                assert torch.equal(model.generate(ids, **options), plain)
+                assert (kv.last.bypassed, kv.last.reused_tokens) == (None, reused)
+                identities.append(kv.identity)
+                model.generate(ids, **options)
+                assert (kv.last.bypassed, kv.last.reused_tokens) == (None, 96)
+    assert identities[0] == identities[1]
+    streams_of(streamed).close()
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvclient-streaming")]
+
+
+def refusing(arranged):
+    return DiskMover(*arranged.paths, faults="read_eio=@1+")
+
+
+def test_a_load_that_fails_ends_its_threads(tmp_path):
+    home, before = write(tmp_path), len(readers())
+    streams_of(opened(home, "full_stream")).close()
+    with pytest.raises(StreamingFailed, match="layer 0"):
+        opened(home, "full_stream", refusing)
+    with pytest.raises(InvalidArgument, match="host_threads"):
+        StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_stream", host_threads=1))
+    assert len(readers()) == before
