@@ -31,11 +31,11 @@ class RaggedLayer(CacheLayerMixin):
     """
 
     def __init__(
-        self, index: int, layers: Sequence[Any], counts: Sequence[int], heads: int, calls: dict[Any, Any]
+        self, index: int, layers: Sequence[Any], counts: Sequence[int], calls: dict[Any, Any]
     ) -> None:
         super().__init__()
-        self.index, self._layers, self._counts, self._heads = index, layers, counts, heads
-        self._calls = calls
+        self.index, self._layers, self._counts, self._calls = index, layers, counts, calls
+        self._heads = 0  # of its keys, which other layers may have more of
         self._ends = list(accumulate(counts))
         self._held: list[Any] = []
         self.is_initialized = True
@@ -43,6 +43,7 @@ class RaggedLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """[tokens of all requests, heads, 1, D]."""
         self._held, arrays = [], (as_array(key_states), as_array(value_states))
+        self._heads = key_states.shape[1]
         for layer, count, end in zip(self._layers, self._counts, self._ends, strict=True):
             newest = (states[end - 1, :, 0] for states in arrays)
             if count == 1 and type(layer) is InPlaceLayer and layer.append(*newest):
@@ -85,7 +86,8 @@ class RaggedLayer(CacheLayerMixin):
     ) -> None:  # fmt: skip
         """query: [B, heads, T, D], T new tokens of each request of this part; out: [B, T, heads, D]."""
         lengths = tuple(self._layers[row].get_seq_length() for row in part)
-        like = (lengths, query.dtype, query.shape, query.stride(), out.stride(), scale, softcap, window, path)
+        strides = query.stride(), out.stride()
+        like = (lengths, query.dtype, query.shape, *strides, self._heads, scale, softcap, window, path)
         if (known := self._calls.get(part[0])) is None or known[0] != like:
             position = torch.tensor(lengths)[:, None] + torch.arange(-query.shape[2], 0)
             args = dense.arguments(query, out, self._heads, position, scale, path)
@@ -121,21 +123,20 @@ class RaggedLayer(CacheLayerMixin):
         return sequence
 
 
-def cache_of(caches: Sequence[Any], counts: Sequence[int], heads: int, make: Callable[..., Any]) -> Cache:
+def cache_of(caches: Sequence[Any], counts: Sequence[int], make: Callable[..., Any]) -> Cache:
     """Of one step. caches: of one row each, at least one token long. make: of what class its layers are."""
     calls: dict[Any, Any] = {}
     layers = zip(*(cache.layers for cache in caches), strict=True)
-    return Cache(layers=[make(i, row, counts, heads, calls) for i, row in enumerate(layers)])
+    return Cache(layers=[make(i, row, counts, calls) for i, row in enumerate(layers)])
 
 
 def step(
-    model: torch.nn.Module, tokens: Sequence[Sequence[int]], caches: Sequence[Any], heads: int,
+    model: torch.nn.Module, tokens: Sequence[Sequence[int]], caches: Sequence[Any],
     wanted: Sequence[int] | None = None, make: Callable[..., Any] = RaggedLayer,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The logits [T, vocabulary] behind T new tokens of each request, which its cache then holds. heads: KV
-    heads of a layer. wanted: of each request, for how many of its last tokens; None: for all. The model's
-    attention must be one of kvclient.hf.attention. make: of the layers, as on a GPU others are needed
-    (ragged_device.py).
+    """The logits [T, vocabulary] behind T new tokens of each request, which its cache then holds. wanted:
+    of each request, for how many of its last tokens; None: for all. The model's attention must be one of
+    kvclient.hf.attention. make: of the layers, as on a GPU others are needed (ragged_device.py).
     """
     order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]) > 1)
     counts = [len(tokens[row]) for row in order]
@@ -150,7 +151,7 @@ def step(
     with torch.no_grad(), stepping(), _head_over(model, rows if len(rows) < len(ids) else None):
         out = type(model).forward(
             model, input_ids=ids, position_ids=places, use_cache=True, return_dict=True,
-            **passing(cache_of([caches[row] for row in order], counts, heads, make)),
+            **passing(cache_of([caches[row] for row in order], counts, make)),
         )  # fmt: skip
     logits = out.logits[:, -1]
     parts = (logits if len(logits) == len(rows) else logits[rows]).split(last)

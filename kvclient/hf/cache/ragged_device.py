@@ -32,7 +32,7 @@ class RaggedDeviceLayer(RaggedLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """[tokens of all requests, heads, 1, D]."""
-        self._held = []
+        self._held, self._heads = [], key_states.shape[1]
         for layer, count, end in zip(self._layers, self._counts, self._ends, strict=True):
             pair = (states[end - count : end].transpose(0, 2) for states in (key_states, value_states))
             self._held.append(layer.update(*pair))

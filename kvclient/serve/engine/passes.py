@@ -68,7 +68,7 @@ class Passes:
         make: Callable[..., Any] = RaggedLayer
         if self._model.device.type == DeviceLayer.device_type:
             make = functools.partial(RaggedDeviceLayer, tables=self._tables)
-        logits = step(self._model, [*fed, *rests], caches, self._kv._model_state.kv.heads, wanted, make)
+        logits = step(self._model, [*fed, *rests], caches, wanted, make)
         tokens = sum(map(len, rests))
         own_s = (time.perf_counter() - began) * tokens / max(1, tokens + len(fed))
         for opened, rest in zip(joined, rests, strict=True):

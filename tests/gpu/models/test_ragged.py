@@ -57,7 +57,7 @@ def alone(model, kv, text):
 def test_each_says_what_it_says_alone(place, client, launches, tables, codec, warm):
     model = model_on(place, "llama")
     prompts = [prompt(n, seed=n).to(place) for n in (101, 37, 70)]
-    heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
+    layers = model.config.num_hidden_layers
     kept = {}
     make = functools.partial(RaggedDeviceLayer, tables=kept)
     options = {"block_tokens": 32, "codec": codec, "self_test": place.type != "cpu", "in_place": True}
@@ -75,7 +75,7 @@ def test_each_says_what_it_says_alone(place, client, launches, tables, codec, wa
                 for text, more in zip(texts, tokens, strict=False):
                     text += more
             used = caches[: len(tokens)]
-            found = step(model, tokens, used, heads, None, make)
+            found = step(model, tokens, used, None, make)
             for text, more, logits in zip(texts, tokens, found, strict=False):
                 wanted = alone(model, kv, text)[-len(more) :]
                 assert logits.shape == wanted.shape and near(logits, wanted, **limits)
@@ -94,7 +94,7 @@ def test_a_request_that_is_gone_is_not_kept_alive(place, client):
     options = {"block_tokens": 16, "self_test": place.type != "cpu", "in_place": True}
     with kvclient.hf.attach(model, client, **options) as kv:
         text, cache = started(model, kv, prompt(40).to(place))
-        step(model, [[text[-1]]], [cache], model.config.num_key_value_heads, None, make)
+        step(model, [[text[-1]]], [cache], None, make)
         assert kept and all(ref() is not None for ref in kept[0][0])
         del cache
         assert all(ref() is None for ref in kept[0][0])

@@ -60,13 +60,13 @@ class Breaking:
         self.at, self.poison, self.joins, self.broken = set(), None, 0, 0
         self._breaks, step, attend = False, passes.step, RaggedLayer.attend
 
-        def stepped(model, tokens, caches, heads, wanted, *more):
+        def stepped(model, tokens, caches, wanted, *more):
             joined = [rest for rest, count in zip(tokens, wanted, strict=True) if len(rest) > count]
             poisoned = self.poison is not None and any(self.poison in rest for rest in joined)
             self._breaks = bool(joined) and (self.joins in self.at or poisoned)
             self.joins += bool(joined)
             try:
-                return step(model, tokens, caches, heads, wanted, *more)
+                return step(model, tokens, caches, wanted, *more)
             finally:
                 self._breaks = False
 

@@ -222,6 +222,41 @@ def test_a_model_that_keeps_states_in_its_modules_is_refused():
         Loop(model, kv, LIMITS)
 
 
+def of_several_heads():
+    """A model whose second layer has one KV head for all its queries, where its others have two."""
+    model = build("llama")
+    attention = model.model.layers[1].self_attn
+    for name in ("k_proj", "v_proj"):
+        whole = getattr(attention, name)
+        half = torch.nn.Linear(whole.in_features, whole.out_features // 2, bias=False)
+        half.weight = torch.nn.Parameter(whole.weight[: half.out_features].clone())
+        setattr(attention, name, half)
+    attention.num_key_value_groups *= 2
+    return model
+
+
+def of_windows():
+    return build("mistral_sliding")
+
+
+@pytest.mark.parametrize("made", [of_windows, of_several_heads])
+def test_a_layers_heads_are_its_own(made):
+    """Where all layers have windows, as Mistral's and small Gemma 3's, one head was read in the place of all;
+    where layers differ, those of the first group."""
+    model, events = made(), queue.Queue()
+    with (
+        kvclient.InMemoryClient(64 << 20) as client,
+        kvclient.hf.attach(model, client, block_tokens=16) as kv,
+    ):
+        prompts = [prompt(length, seed=length) for length in (9, 16, 33, 70)]
+        wanted, loop = alone(model, kv, prompts), Loop(model, kv, LIMITS)
+        jobs = [ask(loop, ids, events, index) for index, ids in enumerate(prompts)]
+        assert all(isinstance(end, Done) for end in ended(events, len(jobs)).values())
+        assert [job.tokens for job in jobs] == wanted
+        assert loop._passes.ragged
+        loop.close()
+
+
 def test_no_answer_goes_on_beyond_a_window_that_is_in_no_mask():
     """The store's layers keep what the model's own drop, and it would see them."""
     model, events = olmoe(300), queue.Queue()
