@@ -26,11 +26,12 @@ from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.awq.packing import from_panels, in_panels, mark_panels, quantise
 from kvclient.hf.model.identity import digest_weights
 from kvclient.hf.speculation import Speculation
-from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, vocabulary
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed
 from kvclient.hf.streaming.files.headers import header
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, VERSION
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import Vocabulary, plan
+from kvclient.hf.streaming.weights import vocabulary
 from tests.hf.awq_checkpoint import write_checkpoint
 from tests.warm_python import run as run_warm
 
