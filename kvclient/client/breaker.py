@@ -116,6 +116,10 @@ class NoBlocks:
             raise InvalidArgument(f"block {indices[0]} is not one that was found: the store is unreachable")
         return []
 
+    def copy_out(self, layer: int, targets: Any, indices: Any, whole: bool = True) -> list[int]:
+        """Raises InvalidArgument for any index: nothing was found."""
+        return self.copy_layer(layer, targets, indices, ())
+
     def release(self) -> None:
         """There is nothing to give back."""
 
@@ -143,6 +147,10 @@ class NoWriter:
         """Raises InvalidArgument for any index: nothing was granted."""
         if len(indices):
             self[indices[0]]
+
+    def copy_in(self, layer: int, sources: Any, indices: Any, whole: bool = True) -> None:
+        """Raises InvalidArgument for any index: nothing was granted."""
+        self.copy_layer(layer, sources, indices, ())
 
     def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
         """There is nothing to publish."""

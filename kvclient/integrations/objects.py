@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import kvclient
 from kvclient.blocks.layout import MAX_BLOCK_TOKENS, Layout
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.pages import Pages
@@ -27,7 +26,7 @@ TAIL = struct.Struct(f"<Q{TAG_BYTES}s")  # the object's length and tag
 class Object(NamedTuple):
     """Memory of the caller's, and what must be equal for the bytes to mean the same."""
 
-    memory: np.ndarray  # bytes, contiguous
+    memory: np.ndarray | memoryview  # bytes, contiguous
     tag: bytes
 
 
@@ -78,21 +77,21 @@ class Objects(Pages):
                 self._layouts[unit,] = self._client.register_layout(layout)
             return self._layouts[unit,]
 
-    def _copy_in(self, block: Any, source: Object) -> None:
-        memory = source.memory
-        block.meta[:] = TAIL.pack(memory.nbytes, source.tag)
-        target = block.layer(0).reshape(-1) if memory.nbytes % unit_of(memory.nbytes) else None
-        if target is None:
-            block.copy_layer(0, memory)  # with its checksum on the way
-        else:
-            kvclient.copy_into(target[: memory.nbytes], memory, checksum=False)
-            target[memory.nbytes :] = 0
+    def _copy_all_in(self, writer: Any, mine: list[int], sources: Sequence[Object]) -> None:
+        for i in mine:
+            writer[i].meta[:] = _tail(sources[i])
+        writer.copy_in(0, [sources[i].memory for i in mine], mine, whole=False)
 
-    def _copy_out(self, block: Any, target: Object) -> bool:
-        if TAIL.unpack(bytes(block.meta)) != (target.memory.nbytes, target.tag):
-            return False
-        kvclient.copy_into(target.memory, block.layer(0).reshape(-1)[: target.memory.nbytes], checksum=False)
-        return True
+    def _is_of(self, block: Any, target: Object) -> bool:
+        return block.meta == _tail(target)
+
+    def _copy_out(self, blocks: Any, there: list[int], targets: Sequence[Object]) -> set[int]:
+        memory = [target.memory for target in targets]
+        return {there[place] for place in blocks.copy_out(0, memory, there, whole=False)}
+
+
+def _tail(entry: Object) -> bytes:
+    return TAIL.pack(entry.memory.nbytes, entry.tag)
 
 
 def unit_of(length: int) -> int:

@@ -18,16 +18,21 @@ Rows = Sequence[torch.Tensor | None]  # one-dimensional; None: that part is not 
 
 
 class TensorPages(Pages):
-    """As Pages. Copies to and from a device are done when the call returns.
+    """As Pages, all of them compared before the first is copied. Copies to and from a device are done when
+    the call returns.
 
     Rows of one CPU tensor go by one call for all pages, not by one for each: between two calls another thread
     of the engine may hold the interpreter's lock for 5 ms.
     """
 
+    _verify_first = True
+
     def _copy_all_in(self, writer: Any, mine: list[int], sources: Sequence[Rows]) -> None:
         places = _places([sources[i] for i in mine])
-        if places is None:
-            super()._copy_all_in(writer, mine, sources)
+        for i in mine if places is None else ():
+            for layer, row in enumerate(sources[i]):
+                assert row is not None, "a page is stored whole"
+                writer[i].copy_layer(layer, row.contiguous().cpu().view(torch.uint8).numpy())
         for layer, (memory, offsets) in enumerate(places or ()):
             writer.copy_layer(layer, memory, mine, offsets)
 
@@ -46,20 +51,18 @@ class TensorPages(Pages):
         sizes = [row.numel() * row.element_size() for row in targets[0] if row is not None]
         return all(block.layout_id == self.format(sizes) for block in blocks)
 
-    def _copy_in(self, block: Any, buffers: Rows) -> None:
-        for layer, row in enumerate(buffers):
-            assert row is not None, "a page is stored whole"
-            block.copy_layer(layer, row.contiguous().cpu().view(torch.uint8).numpy())
+    def _is_of(self, block: Any, rows: Rows) -> bool:
+        return all(
+            row is None or block.layer(layer).nbytes == row.numel() * row.element_size()
+            for layer, row in enumerate(rows)
+        )
 
-    def _copy_out(self, block: Any, buffers: Rows) -> bool:
-        for layer, row in enumerate(buffers):
-            if row is None:
-                continue
-            source = block.tensor(layer).reshape(-1)
-            if source.numel() * source.element_size() != row.numel() * row.element_size():
-                return False
-            row.copy_(source.view(row.dtype))
-        return True
+    def _copy_out(self, blocks: Any, there: list[int], targets: Sequence[Rows]) -> set[int]:
+        for i, rows in zip(there, targets, strict=True):
+            for layer, row in enumerate(rows):
+                if row is not None:
+                    row.copy_(blocks[i].tensor(layer).reshape(-1).view(torch.uint8).view(row.dtype))
+        return set()
 
 
 def _places(pages: Sequence[Rows]) -> list[tuple[np.ndarray, list[int]]] | None:

@@ -228,6 +228,12 @@ def row_of(memory: memoryview, offset: int, length: int) -> memoryview:
     return memory[offset : offset + length]
 
 
+def check_part(name: str, size: int, length: int, whole: bool) -> None:
+    """Raises InvalidArgument for memory of another size than the layer it is a part of allows."""
+    if size > length or (whole and size < length):
+        raise InvalidArgument(f"one of {name} has {size} bytes, the layer has {length}")
+
+
 class Blocks(Sequence):
     """What get answers, one item per key: a BlockView, or None for a miss. Leaving releases all."""
 
@@ -278,6 +284,19 @@ class Blocks(Sequence):
                 raise InvalidArgument(f"block {index} is not one that was found")
             content = bytes(block.layer(layer).tobytes())
             row_of(memory, int(offset), len(content))[:] = content
+        return []
+
+    def copy_out(self, layer: int, targets: Any, indices: Any, whole: bool = True) -> list[int]:
+        """Copies that layer of those blocks into a buffer each, which without `whole` may have fewer bytes.
+        None is wrong. Raises InvalidArgument for a block that was not found, and for another size."""
+        if len(targets) != len(indices):
+            raise InvalidArgument(f"{len(indices)} indices and {len(targets)} targets")
+        for index, target in zip(indices, targets, strict=True):
+            if not 0 <= index < len(self) or not isinstance(block := self._items[index], BlockView):
+                raise InvalidArgument(f"block {index} is not one that was found")
+            content, memory = block.layer(layer).tobytes(), memoryview(target).cast("B")
+            check_part("targets", len(memory), len(content), whole)
+            memory[:] = content[: len(memory)]
         return []
 
     def release(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from kvclient.blocks import meta
 from kvclient.checks import check_bounds
 from kvclient.errors import BlockLost, Closed, InvalidArgument, NoSpace
-from kvclient.testing.in_memory_blocks import Span, row_of
+from kvclient.testing.in_memory_blocks import Span, check_part, row_of
 from kvclient.testing.in_memory_store import CREATED, ZOMBIE, InMemoryStore, Record, Session
 
 
@@ -168,6 +168,18 @@ class Writer:
             check_bounds("layer", layer, 0, block._record.geometry.num_layers - 1)
             length = block._record.geometry.layer_length(layer, block._record.tokens)
             block.copy_layer(layer, row_of(memory, int(offset), length))
+
+    def copy_in(self, layer: int, sources: Any, indices: Any, whole: bool = True) -> None:
+        """Copies that layer of those granted blocks out of a buffer each, which without `whole` may have
+        fewer bytes: zeros follow. Raises InvalidArgument for another size."""
+        if len(sources) != len(indices):
+            raise InvalidArgument(f"{len(indices)} indices and {len(sources)} sources")
+        for index, source in zip(indices, sources, strict=True):
+            block, content = self[index], memoryview(source).cast("B")
+            check_bounds("layer", layer, 0, block._record.geometry.num_layers - 1)
+            length = block._record.geometry.layer_length(layer, block._record.tokens)
+            check_part("sources", len(content), length, whole)
+            block.copy_layer(layer, bytes(content).ljust(length, b"\0"))
 
     def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
         """Publishes one granted block, or all. With zero_rest, layers nobody asked for are zeros. Raises

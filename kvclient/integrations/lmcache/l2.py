@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
@@ -153,18 +152,11 @@ class KvstoredL2Adapter(L2AdapterInterface):
 
     def _names(self, keys: Sequence[Any]) -> list[bytes | None]:
         """The store's keys; None of a model whose weights nobody told apart."""
-        shared = [(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt) for key in keys]
-        kinds, known = set(shared), self._shared  # which another thread may replace
-        names: list[bytes | None] = [None] * len(keys)
-        for kind in kinds:
+        known, names = self._shared, list[bytes | None]()  # which another thread may replace
+        for key in keys:
+            kind = key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
             derived = known[kind] if kind in known else self._begin(kind)
-            if derived is None:
-                continue
-            if len(kinds) == 1:
-                return derived.listed([key.chunk_hash for key in keys])
-            at = [i for i, shared_kind in enumerate(shared) if shared_kind == kind]
-            for i, name in zip(at, derived.listed([keys[i].chunk_hash for i in at]), strict=True):
-                names[i] = name
+            names.append(None if derived is None else derived.packed([key.chunk_hash]))
         return names
 
     def _begin(self, shared: tuple[str, int, int, str]) -> Any | None:
@@ -256,4 +248,4 @@ class KvstoredL2Adapter(L2AdapterInterface):
 
 
 def _object_of(memory_object: Any) -> Object:
-    return Object(np.frombuffer(memory_object.byte_array, np.uint8), tag_of(memory_object))
+    return Object(memoryview(memory_object.byte_array), tag_of(memory_object))

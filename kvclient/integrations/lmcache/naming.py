@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from kvclient._core import DerivedKeys
@@ -71,6 +72,11 @@ def shared_keys(identity: bytes, model_name: str, rank: int, group: int, salt: s
 def tag_of(memory_object: Any) -> bytes:
     """Of what its bytes mean."""
     meta = memory_object.metadata
-    parts = [(dtype, tuple(shape)) for dtype, shape in zip(meta.dtypes or (), meta.shapes or (), strict=True)]
-    text = repr([str(meta.dtype), tuple(meta.shape), getattr(meta.fmt, "name", meta.fmt), str(parts)])
+    parts = zip(meta.dtypes or (), map(tuple, meta.shapes or ()), strict=True)
+    return _tag(meta.dtype, tuple(meta.shape), meta.fmt, tuple(parts))
+
+
+@lru_cache(1024)  # an engine has few
+def _tag(dtype: Any, shape: tuple[int, ...], fmt: Any, parts: tuple[Any, ...]) -> bytes:
+    text = repr([str(dtype), shape, getattr(fmt, "name", fmt), str(list(parts))])
     return hashlib.sha256(text.encode()).digest()[:TAG_BYTES]

@@ -12,7 +12,6 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 import kvclient
@@ -106,7 +105,7 @@ class KvstoredRemoteConnector(RemoteConnector):
             return None
         try:
             fitting = self.reshape_partial_chunk(memory, length)
-            target = Object(np.frombuffer(fitting.byte_array, np.uint8), self._tag)
+            target = Object(memoryview(fitting.byte_array), self._tag)
             if self._objects.get([name], [target]) == [True]:
                 return fitting
         except ValueError as error:  # a length that no chunk of this engine has
@@ -119,7 +118,7 @@ class KvstoredRemoteConnector(RemoteConnector):
 
     def _put(self, key: Any, memory_obj: Any) -> None:
         if (name := self._name(key)) is not None:
-            source = Object(np.frombuffer(memory_obj.byte_array, np.uint8), self._tag)
+            source = Object(memoryview(memory_obj.byte_array), self._tag)
             self._objects.put_objects([name], [source])
 
     def remove_sync(self, key: Any) -> bool:

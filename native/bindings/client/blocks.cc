@@ -12,6 +12,7 @@
 #include "bindings/client/errors.h"
 #include "bindings/client/store.h"
 #include "bindings/without_gil.h"
+#include "core/base/checksum.h"
 #include "core/base/copy.h"
 #include "core/base/error.h"
 #include "core/format/meta.h"
@@ -149,48 +150,71 @@ nb::object layers_of(nb::handle_t<Blocks> self, long long number, std::optional<
   return out;
 }
 
-// One layer of several blocks into rows of the caller's memory, without an object for each. With verify, the places in
-// `indices` of those whose bytes are not what their checksum says.
-std::vector<size_t> copy_layer(nb::handle_t<Blocks> self, long long number, nb::handle target, nb::handle indices,
-                               nb::handle offsets, bool verify) {
+// A layer of each of several blocks, held, and where its first `length` bytes go.
+struct RowOut {
+  Memory held;
+  uint8_t* to;
+  uint64_t length;
+  std::optional<uint32_t> checksum;  // of the whole layer, to be compared
+};
+
+RowOut row_out(nb::handle_t<Blocks> self, uint64_t index, long long number, bool verify) {
   const Blocks& blocks = *nb::inst_ptr<Blocks>(self);
   BlockBatch& batch = *blocks.batch;
-  const Bytes bytes(target, "target", true);
-  const Places places(indices, offsets);
-  struct Row {
-    uint8_t* to;
-    const std::byte* from;
-    uint64_t length;
-    std::optional<uint32_t> checksum;
-  };
-  std::vector<Row> rows;
-  std::vector<Memory> held;
-  rows.reserve(places.size());
-  held.reserve(places.size());
+  if (index >= batch.size() || batch.item(index).state != ItemState::Hit)
+    raise("InvalidArgument", "block " + std::to_string(index) + " is not one that was found");
+  Memory held = BlockView{nb::borrow(self), blocks.batch, index}.layer(number);
+  const uint64_t length = held.length;
+  return {std::move(held), nullptr, length, verify ? batch.checksum(index, static_cast<uint32_t>(number)) : std::nullopt};
+}
+
+// The places of those whose bytes are not what their checksum says. `cached`: who asked reads them next.
+std::vector<size_t> copy_rows_out(const std::vector<RowOut>& rows, bool cached) {
   uint64_t total = 0;
-  for (size_t i = 0; i < places.size(); ++i) {
-    const uint64_t index = places.indices.data[i];
-    if (index >= batch.size() || batch.item(index).state != ItemState::Hit)
-      raise("InvalidArgument", "block " + std::to_string(index) + " is not one that was found");
-    const BlockView block{nb::borrow(self), blocks.batch, index};
-    held.push_back(block.layer(number));
-    const uint64_t length = held.back().length;
-    const std::optional<uint32_t> checksum = verify ? batch.checksum(index, static_cast<uint32_t>(number)) : std::nullopt;
-    rows.push_back({places.row(bytes, i, length), held.back().data, length, checksum});
-    total += length;
-  }
+  for (const RowOut& row : rows) total += row.length;
   std::vector<size_t> wrong;
   auto copy = [&] {
     for (size_t i = 0; i < rows.size(); ++i) {
-      const Row& row = rows[i];
-      if (!row.checksum)
-        copy_stream(row.to, row.from, row.length);
-      else if (copy_and_sum(row.to, row.from, row.length) != *row.checksum)
-        wrong.push_back(i);
+      const auto& [held, to, length, checksum] = rows[i];
+      if (!checksum) {
+        copy_stream(to, held.data, length);
+        continue;
+      }
+      const uint32_t sum = cached ? copy_and_sum(to, held.data, length) : copy_crc32c(to, held.data, length);
+      if (crc32c(held.data + length, held.length - length, sum) == *checksum) continue;
+      wrong.push_back(i);
+      if (!cached) std::memset(to, 0, length);  // nobody gets to see what is not right
     }
   };
   without_gil(total, copy);
   return wrong;
+}
+
+// One layer of several blocks into rows of the caller's memory, without an object for each.
+std::vector<size_t> copy_layer(nb::handle_t<Blocks> self, long long number, nb::handle target, nb::handle indices,
+                               nb::handle offsets, bool verify) {
+  const Bytes bytes(target, "target", true);
+  const Places places(indices, offsets);
+  std::vector<RowOut> rows;
+  rows.reserve(places.size());
+  for (size_t i = 0; i < places.size(); ++i) {
+    RowOut& row = rows.emplace_back(row_out(self, places.indices.data[i], number, verify));
+    row.to = places.row(bytes, i, row.length);
+  }
+  return copy_rows_out(rows, true);
+}
+
+// The same into memory of its own for each.
+std::vector<size_t> copy_out(nb::handle_t<Blocks> self, long long number, nb::sequence targets, nb::handle indices, bool whole) {
+  const Integers<uint64_t> which = integers<uint64_t>(indices, "indices");
+  const Buffers buffers(targets, "targets", true, which.size);
+  std::vector<RowOut> rows;
+  rows.reserve(which.size);
+  for (size_t i = 0; i < which.size; ++i) {
+    RowOut& row = rows.emplace_back(row_out(self, which.data[i], number, true));
+    row.to = buffers[i].data(), row.length = buffers.fitting(i, row.length, whole);
+  }
+  return copy_rows_out(rows, false);
 }
 
 void wait_one(const BlockView& block, long long number, std::optional<double> timeout_s) {
@@ -303,6 +327,11 @@ void bind_blocks(nb::module_& m) {
            "Copies that layer of the blocks at `indices` into `target`, a contiguous writable buffer or CPU tensor, each to its\n"
            "offset in bytes. With verify, the places in `indices` of the blocks whose bytes differ from their checksum are\n"
            "returned. Raises InvalidArgument for a block that was not found and for a row outside, Closed.")
+      .def("copy_out", copy_out, nb::arg("layer"), nb::arg("targets"), nb::arg("indices"), nb::arg("whole") = true,
+           "Copies that layer of the blocks at `indices` into `targets`, a contiguous writable buffer or CPU tensor for each,\n"
+           "past the caches, and returns the places in `indices` of those whose bytes differ from their checksum: their targets\n"
+           "are zeros. A target has just the layer's bytes; without whole it may have fewer, and gets the first. Raises\n"
+           "InvalidArgument for a block that was not found and for a target of another size, Closed.")
       .def_prop_ro(
           "hits", [](const Blocks& b) { return b.batch->hits(); }, "How many of the keys were found.")
       .def("__repr__", [](const Blocks& b) {

@@ -157,6 +157,20 @@ Bytes::Bytes(nb::handle source, const char* name, bool writable) {
                                (writable ? "writable " : "") + "buffer in CPU memory");
 }
 
+Buffers::Buffers(nb::sequence source, const char* name, bool writable, size_t count) : name_(name) {
+  for (nb::handle each : source) buffers_.emplace_back(each, name, writable);
+  if (buffers_.size() != count)
+    raise("InvalidArgument", std::to_string(count) + " indices and " + std::to_string(buffers_.size()) + " " + name);
+}
+
+uint64_t Buffers::fitting(size_t i, uint64_t length, bool whole) const {
+  const uint64_t size = buffers_[i].size();
+  if (size > length || (whole && size < length))
+    raise("InvalidArgument", std::string(name_) + "[" + std::to_string(i) + "] has " + std::to_string(size) +
+                                 " bytes, the layer has " + std::to_string(length));
+  return size;
+}
+
 Places::Places(nb::handle given_indices, nb::handle given_offsets)
     : indices(integers<uint64_t>(given_indices, "indices")), offsets(integers<uint64_t>(given_offsets, "offsets")) {
   if (indices.size != offsets.size)

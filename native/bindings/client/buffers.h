@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 #include "core/format/block.h"
@@ -44,6 +45,20 @@ class Bytes {
   nanobind::object owner_;
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
+};
+
+// Memory of the caller's for each of several blocks. Raises InvalidArgument for another number of them.
+class Buffers {
+ public:
+  Buffers(nanobind::sequence source, const char* name, bool writable, size_t count);
+  const Bytes& operator[](size_t i) const { return buffers_[i]; }
+  // The bytes of i that a layer of `length` fills: all. Raises InvalidArgument for more than the layer's and, if it must be
+  // `whole`, for fewer.
+  uint64_t fitting(size_t i, uint64_t length, bool whole) const;
+
+ private:
+  const char* const name_;
+  std::deque<Bytes> buffers_;
 };
 
 // Blocks of a batch and where each has its row in memory of the caller's. Raises InvalidArgument for an odd number of either.

@@ -106,27 +106,54 @@ size_t checked_index(const Writer& writer, Py_ssize_t i) {
   return static_cast<size_t>(i);
 }
 
+struct RowIn {
+  size_t index;
+  const uint8_t* from;
+  uint64_t length;
+};
+
+// Of that layer of an open block, all.
+RowIn row_in(const Writer& writer, uint64_t place, long long number) {
+  const auto index = static_cast<Py_ssize_t>(std::min<uint64_t>(place, PTRDIFF_MAX));
+  const GrantedBlock block{writer.grants, checked_index(writer, index)};
+  block.item();
+  return {block.index, nullptr, block.layout().layer_bytes(block.checked(number), block.tokens())};
+}
+
+void copy_rows_in(const Writer& writer, long long number, const std::vector<RowIn>& rows) {
+  const auto layer = static_cast<uint32_t>(number);
+  uint64_t total = 0;
+  for (const RowIn& row : rows) writer.grants->layer(row.index, layer), total += row.length;  // under the GIL
+  auto copy = [&] {
+    for (const RowIn& row : rows) writer.grants->copy_layer(row.index, layer, row.from, row.length);
+  };
+  without_gil(total, copy);
+}
+
 // One layer of several blocks out of rows of the caller's memory.
 void write_layer(const Writer& writer, long long number, nb::handle source, nb::handle indices, nb::handle offsets) {
   const Bytes bytes(source, "source", false);
   const Places places(indices, offsets);
-  std::vector<std::pair<size_t, const uint8_t*>> rows;
+  std::vector<RowIn> rows;
   rows.reserve(places.size());
-  uint64_t total = 0;
   for (size_t i = 0; i < places.size(); ++i) {
-    const uint64_t index = std::min<uint64_t>(places.indices.data[i], PTRDIFF_MAX);
-    const GrantedBlock block{writer.grants, checked_index(writer, static_cast<Py_ssize_t>(index))};
-    const uint64_t length = block.layout().layer_bytes(block.checked(number), block.tokens());
-    block.item();
-    rows.emplace_back(block.index, places.row(bytes, i, length));
-    total += length;
+    RowIn& row = rows.emplace_back(row_in(writer, places.indices.data[i], number));
+    row.from = places.row(bytes, i, row.length);
   }
-  const auto layer = static_cast<uint32_t>(number);
-  for (const auto& [index, row] : rows) writer.grants->layer(index, layer);  // under the GIL
-  auto copy = [&] {
-    for (const auto& [index, row] : rows) writer.grants->copy_layer(index, layer, row);
-  };
-  without_gil(total, copy);
+  copy_rows_in(writer, number, rows);
+}
+
+// The same out of memory of its own for each.
+void copy_in(const Writer& writer, long long number, nb::sequence sources, nb::handle indices, bool whole) {
+  const Integers<uint64_t> which = integers<uint64_t>(indices, "indices");
+  const Buffers buffers(sources, "sources", false, which.size);
+  std::vector<RowIn> rows;
+  rows.reserve(which.size);
+  for (size_t i = 0; i < which.size; ++i) {
+    RowIn& row = rows.emplace_back(row_in(writer, which.data[i], number));
+    row.from = buffers[i].data(), row.length = buffers.fitting(i, row.length, whole);
+  }
+  copy_rows_in(writer, number, rows);
 }
 
 std::vector<size_t> chosen(const Writer& writer, std::optional<Py_ssize_t> index) {
@@ -238,6 +265,10 @@ void bind_writer(nb::module_& m) {
       .def("copy_layer", write_layer, nb::arg("layer"), nb::arg("source").none(), nb::arg("indices"), nb::arg("offsets"),
            "Copies that layer of the granted blocks at `indices` out of `source`, a contiguous buffer or CPU tensor, each from\n"
            "its offset in bytes, with its checksum on the way. Raises InvalidArgument, Closed, IndexError, NoSpace.")
+      .def("copy_in", copy_in, nb::arg("layer"), nb::arg("sources"), nb::arg("indices"), nb::arg("whole") = true,
+           "Copies that layer of the granted blocks at `indices` out of `sources`, a contiguous buffer or CPU tensor for each,\n"
+           "with its checksum on the way. A source has just the layer's bytes; without whole it may have fewer, behind which\n"
+           "follow zeros. Raises InvalidArgument, Closed, IndexError, NoSpace.")
       .def(
           "seal",
           [](const Writer& w, std::optional<Py_ssize_t> i, bool zero_rest) {

@@ -107,16 +107,25 @@ __attribute__((target("sse4.2"))) Stretches stretches_sse42(uint8_t* dst, const 
 constexpr int64_t earlier_by(uint64_t bits) { return static_cast<int64_t>(uint64_t{power_of_x(bits + 63)} << 32); }
 constexpr int64_t later_by(uint64_t bits) { return static_cast<int64_t>(uint64_t{power_of_x(bits - 1)} << 32); }
 
+// From the last bytes to the first each is added as if it were the stretch's last, and what came before moves back: no more is
+// known of it then but to move on the result by the whole stretch. So x^-1 is needed, which is a power of x as well.
+constexpr uint64_t kPeriod = (uint64_t{1} << 31) - 1;
+static_assert(power_of_x(kPeriod) == kOne);
+
+enum class Go { Check, Copy, CopyDown };
+
 // Half of the stretches fold, the others go through the crc32 instruction: either takes 8 bytes a cycle (Zen 3) of a unit of its
-// own, so together they take nearly twice as many.
-template <bool kCopy>
+// own, so together they take nearly twice as many. That instruction knows no way down.
+template <Go kGo>
 __attribute__((target("avx2,vpclmulqdq,sse4.2"))) Stretches stretches_avx2(uint8_t* dst, const uint8_t* src, size_t stretch) {
-  constexpr int64_t kEarlier = earlier_by(256), kLater = later_by(256);
-  constexpr size_t kFolded = kStretches / 2;
+  constexpr bool kCopy = kGo != Go::Check, kDown = kGo == Go::CopyDown;
+  constexpr int64_t kEarlier = earlier_by(kDown ? kPeriod - 256 : 256), kLater = later_by(kDown ? kPeriod - 256 : 256);
+  constexpr size_t kFolded = kDown ? kStretches : kStretches / 2;
   const __m256i factors = _mm256_setr_epi64x(kEarlier, kLater, kEarlier, kLater);
   __m256i rest[kFolded] = {};
-  uint64_t wide[kStretches - kFolded] = {};
-  for (size_t i = 0; i < stretch; i += 64) {
+  uint64_t wide[kStretches - kFolded + 1] = {};
+  for (size_t done = 0; done < stretch; done += 64) {
+    const size_t i = kDown ? stretch - 64 - done : done;
     __m256i bytes[kStretches][2];  // loaded before any is stored: see stream_lines
 #pragma GCC unroll 4
     for (size_t s = 0; s < (kCopy ? kStretches : kFolded); ++s)
@@ -134,9 +143,11 @@ __attribute__((target("avx2,vpclmulqdq,sse4.2"))) Stretches stretches_avx2(uint8
       for (size_t j = 0; j < 2; ++j) {
         if constexpr (kCopy) _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + s * stretch + i) + j, bytes[s][j]);
         if (s >= kFolded) continue;
-        const __m256i earlier = _mm256_clmulepi64_epi128(rest[s], factors, 0x00);
-        const __m256i later = _mm256_clmulepi64_epi128(rest[s], factors, 0x11);
-        rest[s] = _mm256_xor_si256(_mm256_xor_si256(earlier, later), bytes[s][j]);
+        const __m256i from = kDown ? _mm256_xor_si256(rest[s], bytes[s][1 - j]) : rest[s];
+        const __m256i earlier = _mm256_clmulepi64_epi128(from, factors, 0x00);
+        const __m256i later = _mm256_clmulepi64_epi128(from, factors, 0x11);
+        rest[s] = _mm256_xor_si256(earlier, later);
+        if constexpr (!kDown) rest[s] = _mm256_xor_si256(rest[s], bytes[s][j]);
       }
   }
   if constexpr (kCopy) _mm_sfence();
@@ -151,22 +162,25 @@ __attribute__((target("avx2,vpclmulqdq,sse4.2"))) Stretches stretches_avx2(uint8
   return crc;
 }
 
-template <bool kCopy>
+template <Go kGo>
 __attribute__((target("avx512f,vpclmulqdq,sse4.2"))) Stretches stretches_avx512(uint8_t* dst, const uint8_t* src,
                                                                                 size_t stretch) {
-  constexpr int64_t kEarlier = earlier_by(512), kLater = later_by(512);
+  constexpr bool kCopy = kGo != Go::Check, kDown = kGo == Go::CopyDown;
+  constexpr int64_t kEarlier = earlier_by(kDown ? kPeriod - 512 : 512), kLater = later_by(kDown ? kPeriod - 512 : 512);
   const __m512i factors = _mm512_set4_epi64(kLater, kEarlier, kLater, kEarlier);
   __m512i rest[kStretches] = {};
-  for (size_t i = 0; i < stretch; i += 64) {
+  for (size_t done = 0; done < stretch; done += 64) {
+    const size_t i = kDown ? stretch - 64 - done : done;
     __m512i bytes[kStretches];  // loaded before any is stored: see stream_lines
 #pragma GCC unroll 4
     for (size_t s = 0; s < kStretches; ++s) bytes[s] = _mm512_loadu_si512(src + s * stretch + i);
 #pragma GCC unroll 4
     for (size_t s = 0; s < kStretches; ++s) {
       if constexpr (kCopy) _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + s * stretch + i), bytes[s]);
-      const __m512i earlier = _mm512_clmulepi64_epi128(rest[s], factors, 0x00);
-      const __m512i later = _mm512_clmulepi64_epi128(rest[s], factors, 0x11);
-      rest[s] = _mm512_ternarylogic_epi64(earlier, later, bytes[s], 0x96);  // xor of the three
+      const __m512i from = kDown ? _mm512_xor_si512(rest[s], bytes[s]) : rest[s];
+      const __m512i earlier = _mm512_clmulepi64_epi128(from, factors, 0x00);
+      const __m512i later = _mm512_clmulepi64_epi128(from, factors, 0x11);
+      rest[s] = kDown ? _mm512_xor_si512(earlier, later) : _mm512_ternarylogic_epi64(earlier, later, bytes[s], 0x96);  // of three
     }
   }
   if constexpr (kCopy) _mm_sfence();
@@ -245,15 +259,17 @@ struct Path {
   uint32_t (*extend)(uint32_t crc, const uint8_t* p, size_t n);
   Stretches (*check)(uint8_t* dst, const uint8_t* src, size_t stretch);  // null: only `extend`
   Stretches (*copy)(uint8_t* dst, const uint8_t* src, size_t stretch);
+  Stretches (*copy_down)(uint8_t* dst, const uint8_t* src, size_t stretch);  // null: cannot; its results are to be moved on
   size_t long_bytes;  // below it, to combine four checksums costs more than to work on them at once gains
 };
 
 constexpr size_t kLongCopy = 4 << 10;  // the same of copies
-constexpr Path kPortable{extend_portable, nullptr, nullptr, 0};
+constexpr Path kPortable{extend_portable, nullptr, nullptr, nullptr, 0};
 #if defined(__x86_64__)
-constexpr Path kSse42{extend_sse42, stretches_sse42<false>, stretches_sse42<true>, 4 << 10};
-constexpr Path kAvx2{extend_avx2, stretches_avx2<false>, stretches_avx2<true>, 16 << 10};
-constexpr Path kAvx512{extend_avx512, stretches_avx512<false>, stretches_avx512<true>, 64 << 10};
+constexpr Path kSse42{extend_sse42, stretches_sse42<false>, stretches_sse42<true>, nullptr, 4 << 10};
+constexpr Path kAvx2{extend_avx2, stretches_avx2<Go::Check>, stretches_avx2<Go::Copy>, stretches_avx2<Go::CopyDown>, 16 << 10};
+constexpr Path kAvx512{extend_avx512, stretches_avx512<Go::Check>, stretches_avx512<Go::Copy>, stretches_avx512<Go::CopyDown>,
+                       64 << 10};
 #endif
 
 const Path& path_of(ChecksumPath path) {
@@ -288,9 +304,10 @@ uint32_t run(uint8_t* dst, const uint8_t* src, size_t n, uint32_t crc) {
   crc = ~crc;
   if (path.check != nullptr && n >= (dst != nullptr ? kLongCopy : path.long_bytes)) {
     const size_t stretch = n / kStretches & ~size_t{511};  // a round number has a power that is quickly found
-    const Stretches parts = (dst != nullptr ? path.copy : path.check)(dst, src, stretch);
+    const bool down = dst != nullptr && path.copy_down != nullptr && trails(dst, src);
+    const Stretches parts = (down ? path.copy_down : dst != nullptr ? path.copy : path.check)(dst, src, stretch);
     const uint32_t shift = power_of_x(8 * stretch);
-    for (uint32_t part : parts) crc = multiply(crc, shift) ^ part;
+    for (uint32_t part : parts) crc = multiply(down ? crc ^ part : crc, shift) ^ (down ? 0 : part);
     const size_t done = parts.size() * stretch;
     src += done;
     n -= done;
@@ -307,6 +324,8 @@ uint32_t crc32c(const void* data, size_t n, uint32_t crc) { return run(nullptr, 
 uint32_t crc32c_stream(void* dst, const void* src, size_t n, uint32_t crc) {
   return run(static_cast<uint8_t*>(dst), static_cast<const uint8_t*>(src), n, crc);
 }
+
+bool copies_down() { return chosen().copy_down != nullptr; }
 
 bool supported(ChecksumPath path) {
   if (path == ChecksumPath::Portable) return true;

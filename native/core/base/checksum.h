@@ -16,6 +16,7 @@ uint32_t crc32c(const void* data, size_t n, uint32_t crc = 0);
 
 // crc32c(src, n, crc); the bytes also go to `dst`, past the caches. Requires that dst is a multiple of 64.
 uint32_t crc32c_stream(void* dst, const void* src, size_t n, uint32_t crc = 0);
+bool copies_down();  // where the source trails the destination, see stream.h; the crc32 instruction cannot
 
 enum class ChecksumPath { Portable, Sse42, Avx2, Avx512 };
 bool supported(ChecksumPath path);

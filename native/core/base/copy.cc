@@ -15,13 +15,6 @@ constexpr size_t kStreamBytes = 32 << 10;
 // Bytes up to the next cache line.
 size_t to_line(const void* p) { return -reinterpret_cast<uintptr_t>(p) % 64; }
 
-// Whether a copy upwards would load what is, modulo 4 KiB, the place of a store not yet done: such a load waits, and the copy
-// takes up to ten times as long (docs/log.md). Downwards it does not.
-bool trails(const void* dst, const void* src) {
-  const uintptr_t ahead = (reinterpret_cast<uintptr_t>(dst) - reinterpret_cast<uintptr_t>(src)) % 4096;
-  return 0 < ahead && ahead <= 256;
-}
-
 // What is read twice, for its checksum and to be copied downwards, is in the cache the second time.
 constexpr size_t kTileBytes = 64 << 10;
 
@@ -34,7 +27,7 @@ uint32_t copy_crc32c(void* dst, const void* src, size_t n) {
   std::memcpy(to, from, head);
   uint32_t crc = crc32c(from, head);
   to += head, from += head, n -= head;
-  for (; trails(to, from) && n >= kTileBytes; to += kTileBytes, from += kTileBytes, n -= kTileBytes) {
+  for (; trails(to, from) && !copies_down() && n >= kTileBytes; to += kTileBytes, from += kTileBytes, n -= kTileBytes) {
     crc = crc32c(from, kTileBytes, crc);
     copy_stream(to, from, kTileBytes);
   }

@@ -14,6 +14,13 @@ namespace kv {
 
 inline constexpr size_t kStretches = 4;
 
+// Whether a copy upwards would load what is, modulo 4 KiB, the place of a store not yet done: such a load waits, and the copy
+// takes up to ten times as long (docs/log.md). Downwards it does not.
+inline bool trails(const void* dst, const void* src) {
+  const uintptr_t ahead = (reinterpret_cast<uintptr_t>(dst) - reinterpret_cast<uintptr_t>(src)) % 4096;
+  return 0 < ahead && ahead <= 256;
+}
+
 #if defined(__x86_64__)
 // All loads of a step come before its stores: a load waits for a store just before it whose address is the same modulo
 // 4 KiB, and source and destination often lie alike in their pages. copy.cc sees to sources a little before that.

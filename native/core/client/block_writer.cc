@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/base/checksum.h"
 #include "core/base/copy.h"
 #include "core/base/error.h"
 #include "core/base/futex.h"
@@ -189,11 +190,15 @@ void BlockWriter::mark_layer(size_t i, uint32_t layer) {
   futex_wake_all(word);
 }
 
-void BlockWriter::copy_layer(size_t i, uint32_t layer, const void* source) {
+void BlockWriter::copy_layer(size_t i, uint32_t layer, const void* source, uint64_t length) {
   Item& item = items_[i];
   const auto copying = attachment_->copying();
   const uint32_t n = item.wanted.tokens;
-  const uint32_t sum = copy_crc32c(this->layer(i, layer), source, layout_.layer_bytes(layer, n));
+  const uint64_t whole = layout_.layer_bytes(layer, n), copied = std::min(length, whole);
+  std::byte* target = this->layer(i, layer);
+  uint32_t sum = copy_crc32c(target, source, copied);
+  std::memset(target + copied, 0, whole - copied);
+  sum = crc32c(target + copied, whole - copied, sum);
   std::memcpy(memory(i) + layout_.checksums_offset(n) + 4 * layer, &sum, sizeof sum);
   item.layers[layer] |= kChecksummed;
 }

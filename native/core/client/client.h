@@ -110,7 +110,8 @@ class BlockWriter {
   // Followers may read this layer of block i from now on. Throws InvalidArgument out of order, or if it was not given out.
   void mark_layer(size_t i, uint32_t layer);
   // Copies one layer in, past the caches, and keeps its checksum. To be called for one layer by one thread, after layer().
-  void copy_layer(size_t i, uint32_t layer, const void* source);
+  // Behind `length` bytes, at most the layer's, follow zeros.
+  void copy_layer(size_t i, uint32_t layer, const void* source, uint64_t length = UINT64_MAX);
 
   // Ends the open ones among these blocks. Throws InvalidArgument, before anything, if one has layers that were never given out
   // and `zero_rest` does not say that they are to be zeros; BlockLost, after the others, if some were aborted or the store no
