@@ -54,13 +54,10 @@ class Streams:
         self.scheduler: Scheduler | None = None
         twins = Twins(layers)
         for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
-            for name in PARTS:
-                if name in chosen.streamed[number]:
-                    self._streamed.setdefault(number, []).append(parts[name])
-                    leave(layer, parts[name], self._dtype)
-                else:
-                    held = came.part(number, name)
-                    put(places(layer, parts[name], held, self._dtype, copied=arranged.in_place))
+            if streamed := [parts[name] for name in PARTS if name in chosen.streamed[number]]:
+                self._streamed[number] = streamed
+            for part in streamed:
+                leave(layer, part, self._dtype)
         self._tables = tables
         self.embedding = self._head = None
         if "embedding" in tables:
@@ -75,22 +72,44 @@ class Streams:
             pieces |= self._head.pieces()
         if pieces:
             self.scheduler = Scheduler(mover, pieces, config.n_staging_slots, config.ahead, self.trace)
-        elif self.embedding is None:
-            mover.close()
         self.placement: Placement | None = None
         self._on_host: set[int] = set()  # layers whose weights point to the host's memory
         self._host_threads = config.host_threads
         try:
-            self._begin(twins, list(pieces))
+            self._load(twins, arranged, came)
+            self._begin(list(pieces))
         except BaseException:
             self.close()  # else its threads wait for who never comes
             raise
+        if self.scheduler is None and self.embedding is None:
+            mover.close()
 
-    def _begin(self, twins: Twins, asked: list[int]) -> None:
+    def _load(self, twins: Twins, arranged: Arrangement, came: Loading) -> None:
+        """What stays in memory, while the first layers that are streamed come; and what is proven of layers,
+        while others come. Raises StreamingFailed.
+        """
+        left = {number: dict(parts) for number, parts in enumerate(arranged.layers)}
+
+        def keep(number: int) -> None:
+            for name, part in left.pop(number, {}).items():
+                if name not in self.plan.streamed[number]:
+                    held, layer = came.part(number, name), self._layers[number]
+                    put(places(layer, part, held, self._dtype, copied=arranged.in_place))
+
+        @contextlib.contextmanager
+        def filled(number: int) -> Iterator[torch.nn.Module]:
+            keep(number)
+            with self._looked_at(number) as layer:
+                yield layer
+
+        twins.install(filled)
+        for number in range(len(arranged.layers)):
+            keep(number)
+
+    def _begin(self, asked: list[int]) -> None:
         """asked: what a pass asks the scheduler for. Raises what _place() does."""
         if self._head is not None and self.scheduler is not None:
             self._head.follow(self.scheduler)
-        twins.install(self._looked_at)  # a layer that has hooks is nobody's
         for number in self._streamed:
             self._layers[number].register_forward_pre_hook(self._before(number))
             self._layers[number].register_forward_hook(self._after(number), always_call=True)

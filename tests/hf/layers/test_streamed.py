@@ -155,3 +155,20 @@ def test_a_load_that_fails_ends_its_threads(tmp_path):
     with pytest.raises(InvalidArgument, match="host_threads"):
         StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_stream", host_threads=1))
     assert len(readers()) == before
+
+
+def test_what_is_streamed_begins_to_come_while_what_stays_does(tmp_path):
+    """The first layer stays; its reads wait for those of one that does not."""
+    begun = threading.Event()
+
+    class Waits(Counted):
+        def fill(self, layer, pieces, slot):
+            if layer in (2, 3):
+                begun.set()
+            assert begun.wait(60), f"layer {layer} is read before any that is streamed"
+            super().fill(layer, pieces, slot)
+
+    config = StreamingConfig(residency="partial_resident", keep_first_k=2, keep_last_k=0)
+    model = StreamingCausalLM.from_pretrained(write(tmp_path), config, mover=Waits)
+    logits(model, prompt(5))
+    streams_of(model).close()
