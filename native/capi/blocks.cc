@@ -16,7 +16,8 @@ BlockBatch::Item& hit(const kvs_blocks* blocks, size_t i) {
   return item;
 }
 
-kvs_const_span layer_of(const kvs_blocks* blocks, size_t i, uint32_t layer) {
+// Block i, whose layers up to this one are there.
+const BlockBatch::Item& up_to(const kvs_blocks* blocks, size_t i, uint32_t layer) {
   const BlockBatch::Item& item = hit(blocks, i);
   if (layer >= item.layout->num_layers())
     refuse("layer is " + std::to_string(layer) + "; the block has " + std::to_string(item.layout->num_layers()));
@@ -25,6 +26,11 @@ kvs_const_span layer_of(const kvs_blocks* blocks, size_t i, uint32_t layer) {
   if (ready <= layer)
     refuse("layer " + std::to_string(layer) + " of a followed block with " + std::to_string(ready) +
            " layers; kvs_blocks_wait_layer waits for it");
+  return item;
+}
+
+kvs_const_span layer_of(const kvs_blocks* blocks, size_t i, uint32_t layer) {
+  const BlockBatch::Item& item = up_to(blocks, i, layer);
   const uint32_t tokens = item.at.shape.tokens;
   return {blocks->batch->bytes(i) + item.layout->layer_offset(layer, tokens), item.layout->layer_bytes(layer, tokens)};
 }
@@ -93,7 +99,7 @@ kvs_status kvs_blocks_layers(const kvs_blocks* blocks, uint32_t layer, kvs_const
 kvs_status kvs_blocks_meta(const kvs_blocks* blocks, size_t i, kvs_const_span* bytes) {
   return guarded("kvs_blocks_meta", [&] {
     need(bytes, "bytes");
-    const BlockBatch::Item& item = hit(blocks, i);
+    const BlockBatch::Item& item = up_to(blocks, i, hit(blocks, i).layout->num_layers() - 1);
     const uint32_t tokens = item.at.shape.tokens;
     *bytes = {blocks->batch->bytes(i) + item.layout->meta_offset(tokens), item.layout->meta_bytes(tokens)};
   });
@@ -112,7 +118,7 @@ int kvs_blocks_sealed(const kvs_blocks* blocks, size_t i) { return kvs_blocks_hi
 kvs_status kvs_blocks_wait_layer(const kvs_blocks* blocks, size_t i, uint32_t layer, double timeout_s) {
   return guarded("kvs_blocks_wait_layer", [&] {
     hit(blocks, i);
-    blocks->batch->wait_layer(i, layer, deadline_in(timeout_s));
+    blocks->batch->wait_layer(i, layer, deadline_of(timeout_s));
   });
 }
 

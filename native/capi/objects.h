@@ -1,6 +1,7 @@
 // What stands behind the handles of kvstored.h, and how a C++ error becomes a status and a text.
 #pragma once
 
+#include <cmath>
 #include <exception>
 #include <memory>
 #include <new>
@@ -43,6 +44,11 @@ kvs_status guarded(const char* function, Body&& body) noexcept {
   } catch (const std::exception& error) {
     return failed(function, error);
   }
+}
+
+inline timespec deadline_of(double timeout_s) {
+  if (std::isnan(timeout_s)) refuse("timeout_s is nan");
+  return deadline_in(timeout_s);
 }
 
 constexpr size_t kMaxKeys = size_t{1} << 24;  // of one call

@@ -125,7 +125,7 @@ kvs_status kvs_writer_abort(kvs_writer* writer, size_t i) {
 
 kvs_status kvs_writer_wait_pending(kvs_writer* writer, double timeout_s) {
   return guarded("kvs_writer_wait_pending", [&] {
-    if (!of(writer).wait_pending(deadline_in(timeout_s))) throw Error(Code::DeadlineExceeded, "blocks are still being written");
+    if (!of(writer).wait_pending(deadline_of(timeout_s))) throw Error(Code::DeadlineExceeded, "blocks are still being written");
   });
 }
 

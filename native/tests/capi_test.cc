@@ -5,6 +5,7 @@
 // key. `make asan-capi` runs it under ASan, UBSan and TSan.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -213,6 +214,30 @@ TEST(what_is_freed_half_done_is_given_back) {
   }
   CHECK(eventually([&] { return served.daemon.stats().used_bytes == 0; }));
   served.daemon.rig.store->check_integrity();
+}
+
+// Until its last layer is there nobody knows whose bytes those beside the layers are.
+TEST(what_stands_beside_the_layers_of_a_followed_block_is_refused_until_it_is_whole) {
+  Served served;
+  auto client = served.client();
+  const std::uint32_t layout = client.register_layout({kLayers, 2, 2, 64, KVS_FLOAT16, kTokens, 16, 0, nullptr}).value();
+  const kvstored::Key name[] = {key_of(1)};
+  auto writer = client.create(name, layout).value();
+  const std::vector<std::byte> bytes(kLayerBytes);
+  const auto refused = [](const auto& answer) { return !answer && answer.error().status == KVS_INVALID_ARGUMENT; };
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    const auto blocks = client.get(name, {.follow = true}).value();
+    CHECK(blocks.hit(0));
+    CHECK(refused(blocks.meta(0)));
+    CHECK(writer.copy_layer(0, layer, bytes).has_value() && writer.mark_layer(0, layer).has_value());
+  }
+  const auto blocks = client.get(name, {.follow = true}).value();
+  CHECK_EQ(blocks.meta(0).value().size(), size_t{16});
+
+  // a wait of no number would end at once, or never
+  CHECK(refused(blocks.wait_layer(0, 0, NAN)));
+  CHECK(refused(writer.wait_pending(NAN)));
+  CHECK(writer.seal().has_value());
 }
 
 TEST(a_daemon_that_begins_anew_costs_an_error_and_no_more) {

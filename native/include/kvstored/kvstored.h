@@ -132,7 +132,7 @@ int kvs_blocks_hit(const kvs_blocks* blocks, size_t i);
 kvs_status kvs_blocks_layer(const kvs_blocks* blocks, size_t i, uint32_t layer, kvs_const_span* bytes);
 /* The same layer of all blocks, in order; a miss has data NULL and length 0. layers[0..kvs_blocks_count). Waits for nothing. */
 kvs_status kvs_blocks_layers(const kvs_blocks* blocks, uint32_t layer, kvs_const_span* layers);
-/* The client's own bytes beside the layers. Waits for nothing. */
+/* The client's own bytes beside the layers; of a followed block once its last layer is there. Waits for nothing. */
 kvs_status kvs_blocks_meta(const kvs_blocks* blocks, size_t i, kvs_const_span* bytes);
 /* How many tokens block i has; 0 for a miss. Waits for nothing. */
 uint32_t kvs_blocks_tokens(const kvs_blocks* blocks, size_t i);
