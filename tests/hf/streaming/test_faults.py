@@ -210,6 +210,19 @@ def test_a_checkpoint_replaced_while_it_runs(home, tmp_path, want):
         streams_of(streamed).close()
 
 
+def test_what_was_rearranged_is_read_where_nothing_can_be_written(home, tmp_path, want):
+    """As on an image that was made with it. Root may write to any directory: the lock cannot be opened."""
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((home / file).read_bytes())
+    streams_of(opened(tmp_path)).close()
+    lock = tmp_path / "kvstored-streaming.lock"
+    lock.unlink()
+    lock.mkdir()
+    model = opened(tmp_path)
+    assert torch.equal(logits(model), want)
+    streams_of(model).close()
+
+
 TWO = """
 import sys, torch
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig

@@ -62,7 +62,9 @@ def arrangement(
     with contextlib.ExitStack() as stack:
         try:
             lock = stack.enter_context(open(home / f"{NAME}.lock", "w"))
-        except OSError as error:
+        except OSError as error:  # a directory that cannot be written may have been rearranged before
+            if (found := read_index(home, sources(home), tables)) is not None:
+                return found
             why = f"{error.strerror}; StreamingConfig(rearrange=False) reads the checkpoint where it lies"
             raise StreamingFailed(home / f"{NAME}.lock", 0, 0, why) from error
         fcntl.flock(lock, fcntl.LOCK_EX)
