@@ -46,9 +46,11 @@ def score(model: torch.nn.Module, cache: Any, token: int, draft: Draft, pad: int
     """The logits [nodes, vocabulary] behind the newest certain token and each drafted one, all of which the
     cache then holds; it held everything before the newest. pad: columns of padding at its left. One row.
     """
-    past, device = cache.get_seq_length(), device_of(model)
-    inputs: dict[str, Any] = {}
-    if "position_ids" in inspect.signature(type(model).forward).parameters:
+    device, inputs = device_of(model), dict[str, Any]()
+    placed = "position_ids" in inspect.signature(type(model).forward).parameters
+    # Models of states alone (Mamba) are told no places, and their caches tell no length.
+    past = cache.get_seq_length() if placed or pad or not draft.is_chain else 0
+    if placed:
         inputs["position_ids"] = past - pad + torch.tensor([draft.depths], device=device)
     if not draft.is_chain:
         inputs["attention_mask"] = _mask(model, past, draft, pad)
@@ -58,7 +60,7 @@ def score(model: torch.nn.Module, cache: Any, token: int, draft: Draft, pad: int
         )
         inputs["attention_mask"][:, :pad] = 0
     ids = torch.tensor([[token, *draft.tokens]], device=device)
-    out = model(input_ids=ids, use_cache=True, return_dict=True, **inputs, **passing(cache))
+    out = model(input_ids=ids, use_cache=True, return_dict=True, **inputs, **passing(cache, model))
     return out.logits[0]
 
 

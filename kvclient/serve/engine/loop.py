@@ -328,6 +328,10 @@ class Loop:
         jobs = [entry.job for entry in entries if entry.job.windowing is None]
         if not jobs and not joined:
             return []
+        if len(jobs) > 1 and not self._passes.ragged:  # by itself: one that fails undoes no other's states
+            for job in jobs:
+                self._guarded([job.entry], functools.partial(self._decode, [job.entry]))
+            return []
         drafts = [self._draft(job) for job in jobs]
         began = time.perf_counter()
         logits = self._passes.step(jobs, [draft for draft, _ in drafts], joined)
@@ -374,15 +378,21 @@ class Loop:
         self.counts["tokens_generated_total"] += 1
         job.tokens.append(picked.token)
         if picked.token in job.ends:
-            return self._finish(job, Done("stop", job.text.end()))
+            return self._ended(job, "stop")
         shown = job.text.add(picked.token)
         self._tell(job, Token(shown, picked))
         if job.text.stopped is not None:
             return self._finish(job, Done("stop", "", job.text.stopped))
         if job.sampler.matcher is not None and job.sampler.matcher.over:
-            return self._finish(job, Done("stop", job.text.end()))
+            return self._ended(job, "stop")
         if len(job.tokens) >= job.new_tokens:
-            return self._finish(job, Done("length", job.text.end()))
+            return self._ended(job, "length")
         if (entry := job.entry) is not None:
             self._scheduler.generated(entry, len(job.said) - entry.prompt_tokens)
         return None
+
+    def _ended(self, job: Job, reason: str) -> None:
+        """A stop string may be in what was held back, beside a character that never came whole."""
+        text = job.text.end()
+        stopped = job.text.stopped
+        self._finish(job, Done(reason if stopped is None else "stop", text, stopped))

@@ -21,6 +21,7 @@ from kvclient.hf.cache.device import DeviceLayer
 from kvclient.hf.cache.ragged import RaggedLayer, step
 from kvclient.hf.cache.ragged_device import Known, RaggedDeviceLayer
 from kvclient.hf.model.own_caches import empty_cache, keeps_states
+from kvclient.hf.release import passing
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.speculation import Draft, score
 from kvclient.serve.engine.job import Job
@@ -47,9 +48,12 @@ class Passes:
 
     @property
     def ragged(self) -> bool:
-        """Whether requests of any lengths go through the model side by side."""
-        devices = "cpu", DeviceLayer.device_type
-        return self._kv._model_state.options.in_place is not None and self._model.device.type in devices
+        """Whether requests of any lengths go through the model side by side. Not where layers attend in
+        chunks (Llama 4): that is in masks alone, and a step has none.
+        """
+        state, devices = self._kv._model_state, ("cpu", DeviceLayer.device_type)
+        in_place = state.options.in_place is not None and self._model.device.type in devices
+        return in_place and not any(group.chunked for group in state.kv.groups)
 
     def step(
         self, jobs: Sequence[Job], drafts: Sequence[Draft], joined: Sequence[Opened] = ()
@@ -86,9 +90,8 @@ class Passes:
         for piece in (ids,) if cache is None else ids.split(SCORED_TOKENS, dim=1):
             if job.cancelled:
                 return ()
-            out = type(self._model).forward(
-                self._model, input_ids=piece, past_key_values=cache, use_cache=cache is not None
-            )
+            given = {} if cache is None else passing(cache, self._model)
+            out = type(self._model).forward(self._model, input_ids=piece, use_cache=bool(given), **given)
             for row in out.logits[0]:
                 if len(told) < len(job.prompt):  # what is behind the last is of the answer
                     told.append(chosen(row.float(), job.prompt[len(told)], job.prompt_logprobs or 0))

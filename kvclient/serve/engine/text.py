@@ -39,11 +39,14 @@ class Text:
         return self._show()
 
     def end(self) -> str:
-        """What was held back, now that nothing follows."""
+        """What was held back, now that nothing follows: up to a stop string, if one is in it."""
+        if self.stopped is not None:
+            return ""
+        self._held += self._decode(self._from)[self._told :]
+        shown = self._show()
         if self.stopped is None:
-            self._held += self._decode(self._from)[self._told :]
-        shown, self._held = self._held, ""
-        return "" if self.stopped is not None else shown
+            shown, self._held = shown + self._held, ""
+        return shown
 
     def _move(self, part: str) -> None:
         """Decodes less of what was told from now on: from a token on behind which the text is what it was. In

@@ -24,6 +24,7 @@ class Bytes:
         return b"".join(self.pieces[i] for i in ids).decode("utf-8", errors="replace")
 
 
+@example(58 * "a" + "b🙂", [*58 * [1], 2, 1], ["b"])  # it ends within a character
 @given(st.text("abé🙂 \n", max_size=60), st.lists(st.integers(1, 5), min_size=60, max_size=60),
        st.lists(st.text("abé🙂 ", min_size=1, max_size=5), max_size=3))  # fmt: skip
 @settings(deadline=None)
@@ -41,6 +42,7 @@ def test_the_pieces_are_the_text_up_to_its_first_stop(text, cuts, stops):
         if stream.stopped is not None:
             break
     shown += stream.end()
+    assert not any(stop in shown for stop in stops), "a stop string was in what was held back"
     met = [at for stop in stops if (at := text.find(stop)) >= 0]
     whole = text[: min(met)] if met else text
     if stream.stopped is None:
