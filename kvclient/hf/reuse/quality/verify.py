@@ -19,7 +19,7 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.call import Report
-from kvclient.hf.release import cache_of, passing
+from kvclient.hf.release import STATES, cache_of, passing
 from kvclient.hf.reuse.quality.partial import Partial, Progress
 from kvclient.hf.reuse.repair import Repair
 
@@ -255,6 +255,8 @@ def _first(model: torch.nn.Module, ids: list[int], plain: bool = False) -> Any:
 @torch.no_grad()
 def _said(model: torch.nn.Module, out: Any, following: list[int]) -> torch.Tensor:
     """Log-probabilities at each position of the continuation."""
-    rows = torch.tensor([following[:-1]], device=model.device)
-    rest = model(input_ids=rows, use_cache=True, **passing(cache_of(out))).logits[0]
-    return torch.cat([out.logits[0], rest]).double().log_softmax(-1)
+    cache, row = cache_of(out), torch.tensor([following[:-1]], device=model.device)
+    states = any(isinstance(layer, STATES) for layer in getattr(cache, "layers", ()))
+    parts = row.split(1, dim=1) if states else (row,)  # behind a state some take one at a time only
+    rest = [model(input_ids=part, use_cache=True, **passing(cache, model)).logits[0] for part in parts]
+    return torch.cat([out.logits[0], *rest]).double().log_softmax(-1)

@@ -18,7 +18,7 @@ from kvclient.hf.model.rope import Rope
 from kvclient.hf.proof import measure
 from kvclient.hf.reuse.quality import calibration, verify
 from kvclient.hf.reuse.repair import Repair
-from tests.hf.zoo import build, generate, prompt
+from tests.hf.zoo import build, generate, known, near, prompt
 
 PROMPTS = [prompt(200, seed=seed)[0].tolist() for seed in (1, 2)]
 
@@ -61,6 +61,16 @@ def test_a_wrong_byte_in_a_prefix_is_seen(kv, model, monkeypatch):
     monkeypatch.setattr(load.PrefixSource, "load", wrong)
     monkeypatch.setattr(load.PrefixSource, "arrays", wrong_in_place)
     assert not kv.verify(PROMPTS)["prefix"].passed
+
+
+@pytest.mark.parametrize("name", ["mamba", "lfm2", "llama"])
+def test_what_follows_is_said_behind_the_prompts_cache(name):
+    """Mamba takes its cache under a name of its own: the answer was measured behind nothing."""
+    model, ids = known(name), prompt(40, seed=2)[0].tolist()
+    said = verify._said(model, verify._first(model, ids[:30], plain=True), ids[30:])
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0, 29:-1].double().log_softmax(-1)
+    assert near(said, wanted, 1e-4)
 
 
 def test_keys_that_are_not_moved_are_seen(kv, monkeypatch):
