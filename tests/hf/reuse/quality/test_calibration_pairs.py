@@ -14,6 +14,7 @@ import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf.proof import measure
 from kvclient.hf.reuse.quality import verify
+from kvclient.hf.reuse.quality.partial import Partial
 from tests.hf.zoo import prompt
 
 ANSWER = prompt(9, seed=7)[0].tolist()
@@ -90,7 +91,17 @@ def test_only_the_same_questions_go_on(kv, monkeypatch, cache):
     assert steps_until(monkeypatch, kv, 99, PAIRS[::-1])[0] == 2 * WAYS
 
 
-@pytest.mark.parametrize("what", ["", "[]", "null", "{", "lists", "numbers", "version"])
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"version": 0}', "[" * 4000])
+def test_what_is_no_partial_measurement_holds_nothing(tmp_path, text):
+    path = tmp_path / "x.partial"
+    Partial(path, "key").put(0, "prefix", {"kl": [0.0]})
+    assert Partial(path, "key").get(0, "prefix") == {"kl": [0.0]}
+    assert Partial(path, "another").get(0, "prefix") is None
+    path.write_text(text)
+    assert Partial(path, "key").get(0, "prefix") is None
+
+
+@pytest.mark.parametrize("what", ["{", "lists", "numbers", "version"])
 def test_a_damaged_file_counts_as_none(kv, monkeypatch, cache, what):
     steps_until(monkeypatch, kv, 3)
     (path,) = cache.glob("*.partial")
