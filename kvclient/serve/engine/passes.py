@@ -90,8 +90,8 @@ class Passes:
         for piece in (ids,) if cache is None else ids.split(SCORED_TOKENS, dim=1):
             if job.cancelled:
                 return ()
-            given = {} if cache is None else passing(cache, self._model)
-            out = type(self._model).forward(self._model, input_ids=piece, use_cache=bool(given), **given)
+            held = {} if cache is None else passing(cache, self._model)
+            out = type(self._model).forward(self._model, input_ids=piece, use_cache=bool(held), **held)
             for row in out.logits[0]:
                 if len(told) < len(job.prompt):  # what is behind the last is of the answer
                     told.append(chosen(row.float(), job.prompt[len(told)], job.prompt_logprobs or 0))
