@@ -3,12 +3,11 @@ tables nor a schema is compiled on the event loop's thread, one schema once howe
 and that masking a step's scores compiles nothing, so a machine without a compiler has structured output too.
 
 Method: the application itself with a grammar that notes on which thread it was made; a matcher's mask against
-one that asks of every token whether it may come; a server process that finds no compiler.
+one that asks of every token whether it may come, where torch.compile() raises.
 """
 
 import asyncio
-import json
-import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -59,7 +58,12 @@ def test_what_a_schema_needs_is_made_on_another_thread_and_once(home, monkeypatc
     assert len(made) == 2 and loops not in made
 
 
-def test_a_mask_is_what_the_grammar_says_of_each_token(home):
+def test_a_mask_is_what_the_grammar_says_of_each_token_and_compiles_nothing(home, monkeypatch):
+    def compiles(*_, **__):
+        raise AssertionError("torch.compile() takes seconds of a step, and a compiler")
+
+    monkeypatch.delitem(sys.modules, "llguidance.torch", raising=False)
+    monkeypatch.setattr(torch, "compile", compiles)
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     matcher = Grammars(tokenizer, 300).json(SCHEMA)
     scores, text = torch.randn(310), '{"k": "a"}'  # some models tell scores of more than they have words
@@ -71,10 +75,3 @@ def test_a_mask_is_what_the_grammar_says_of_each_token(home):
         (token,) = tokenizer(letter)["input_ids"]
         assert token in allowed
         matcher.take(token)
-
-
-def test_a_machine_without_a_compiler_has_structured_output(server, tmp_path):
-    nowhere = {"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    plain = server("--store", "16MiB", env=nowhere, python=subprocess.Popen)  # nothing of torch is read yet
-    told = plain.chat("x", max_tokens=60, response_format=SHAPE)
-    assert json.loads(told["choices"][0]["message"]["content"])["k"] in "ab"
