@@ -30,8 +30,10 @@ from kvclient.hf.connector.snapshots import Snapshots
 from kvclient.hf.decoding.stopping import end_tokens
 from kvclient.hf.model.states import capture
 from kvclient.hf.request.hit_end import ends_to_keep
+from kvclient.hf.request.inside import Inside
 from kvclient.hf.request.options import MAX_PRIORITY, Options
 from kvclient.hf.request.served_model import ServedModel
+from kvclient.hf.reuse.rounded import RoundedRest
 
 ABOVE = 5  # priority of what a hit cannot do without, above that of the tokens it is about
 
@@ -110,10 +112,10 @@ class Claims:
 
     def claim_text(
         self, prefix: PrefixMatch, inside: Sequence[Segment], claimed: set[bytes], read: bool, follow: bool,
-        shared: bool,
+        shared: bool, rounded: RoundedRest | None = None,
     ) -> None:  # fmt: skip
         """Claims what is missing of one text; `shared` and `claimed` as _claim() has them. inside: what is
-        reused behind the prefix.
+        reused behind the prefix. rounded: behind which all is computed so.
         """
         stop = self._stop(prefix)
         limit = min(inside[0].start, stop) if inside else stop
@@ -121,7 +123,9 @@ class Claims:
         if self.sinks is not None:  # not before the claim: it may find more blocks
             self.sinks.offer(prefix, limit)
         tails = self._served.tails or (self._options.tails and self._served.plain)
-        if inside:
+        if rounded is not None:
+            self._claim_rounded(prefix, rounded, len(inside[0].pieces), stop)
+        elif inside:
             self._claim_gaps(prefix, inside, stop)
         elif tails and stop == len(prefix.group.tokens):
             self._claim_tail(prefix)
@@ -231,6 +235,12 @@ class Claims:
                 where = {"identity": self._served.identity, "start": segment.stop, "root": root}
                 self._claim_rest(tokens, len(chain), used, row, pad, **where)
 
+    def _claim_rounded(self, prefix: PrefixMatch, rest: RoundedRest, held: int, stop: int) -> None:
+        """Claims what is computed behind so many blocks of it, up to token `stop`."""
+        chain = rest.chain(self._chunker, self._served.identity, prefix.group.tokens[:stop])
+        if len(chain) > held:
+            self._publisher.claim(chain, held, prefix.group.rows[0], prefix.group.pad)
+
     def _claim_rest(self, tokens: Any, blocks: int, used: int, row: int, pad: int, **where: Any) -> None:
         if left := self._served.tail_tokens(len(tokens) - used, self._chunker.block_tokens):
             chain = self._chunker.chain(ids=tokens[: used + left], partial=True, **where)
@@ -291,10 +301,14 @@ class Claims:
         if self.snapshots is not None and column in self.snapshots.columns and self._same():
             self.snapshots.take(cache, column)
 
-    def follow(self, found: Sequence[PrefixMatch], inside: Sequence[Segment]) -> None:
+    def follow(self, found: Sequence[PrefixMatch], inside: Inside) -> None:
         """From here on generated() is told of what the rows say."""
+        start, root = 0, None
+        if inside.rounded is not None:
+            start, root = inside.rounded.start, inside.rounded.root
+        elif inside.segments:
+            start, root = inside.segments[-1].stop, approximate_root(self._served.identity)
         for prefix in found:
-            start, root = (inside[-1].stop, approximate_root(self._served.identity)) if inside else (0, None)
             counts = self._chunker.counts(prefix.group.tokens[start:])
             next_at = start + sum(counts) + self._chunker.certain
             for row in prefix.group.rows:

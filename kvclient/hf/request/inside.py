@@ -8,17 +8,23 @@ stretch finds in every layer what it sees.
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from kvclient.blocks.chunker import Chunker
+from kvclient.blocks.match import Library, Piece
 from kvclient.blocks.reuse_plan import APPROXIMATE, Plan, Segment, plan
 from kvclient.hf.call import Report
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.request.served_model import ServedModel
 from kvclient.hf.reuse.blend import MOST_MASK_BYTES, NonPrefixReuse, mask_bytes
+from kvclient.hf.reuse.estimate import LEFT_ROUNDED
+from kvclient.hf.reuse.products import rounds
+from kvclient.hf.reuse.rounded import RoundedRest
 from kvclient.hf.reuse.windows import GroupPieces, Windows
 
 
@@ -28,18 +34,52 @@ class Inside:
 
     segments: list[Segment] = field(default_factory=list)
     windows: Windows | None = None  # of layers that do not need all tokens
+    rounded: RoundedRest | None = None  # behind it all is computed so; the only segment is of it, or empty
     _plans: list[Plan] = field(default_factory=list)
+    _library: Library | None = None  # of what was computed so
 
     @property
     def from_disk(self) -> int:
         """Tokens that lie in blocks that were loaded for it."""
         return self._plans[0].from_disk if self._plans else 0
 
+    def take_rounded(
+        self, client: Any, served: ServedModel, non_prefix: NonPrefixReuse, chunker: Chunker,
+        prefix: PrefixMatch, exact: int, others: list[Segment], worth: bool,
+    ) -> bool:  # fmt: skip
+        """Takes what was computed rounded, where it is half as much as the others that were found. Where
+        these are not worth trying, all is computed so, over whatever there is. False: neither."""
+        form, ids, starts = served.form, prefix.group.tokens[:-1], prefix.starts
+        rest = RoundedRest.of(served.identity, ids, starts[bisect_right(starts, others[0].start) - 1])
+        self._library = Library(client, served.identity)
+        found = rest.stored(self._library, chunker, ids)
+        pieces = list(takewhile(lambda piece: form.fits(piece.view, piece.count, form.layers - 1), found))
+        start = max(rest.start, exact)
+        stop = rest.start + sum(piece.count for piece in pieces)
+        if stop <= start:
+            stop, pieces = start, []
+        elif start > rest.start:  # a prefix goes on into the first block
+            pieces[0] = Piece(pieces[0].view, start - rest.start, rest.start + pieces[0].count - start)
+        enough = max(non_prefix.repair.min_tokens, sum(map(len, others)) // 2)
+        if stop - start < enough and (worth or not rounds(non_prefix.decoder)):
+            return False
+        self.segments, self.rounded = [Segment(start, stop, APPROXIMATE, tuple(pieces), start)], rest
+        return True
+
     def release(self) -> None:
         """Gives the pins back. Idempotent."""
         plans, self._plans = self._plans, []
         for found in plans:
             found.release()
+        if self._library is not None:
+            self._library.release()
+
+
+def _may_round(served: ServedModel, non_prefix: NonPrefixReuse) -> bool:
+    """Whether what is computed in products of bf16 is near enough, and one kind of blocks is all of it."""
+    repair = non_prefix.repair
+    near = repair.promises and repair.promised >= LEFT_ROUNDED and not repair.computes_all
+    return near and non_prefix.shows and not served.grouped and served.form.codec is None
 
 
 def search(
@@ -73,11 +113,20 @@ def search(
             ]
             found.windows = Windows(parts, last + 1)
             inside = found.windows.fitted(inside, least)
+        worth = not inside or non_prefix.repair.worth_trying(inside)
+        if (
+            inside
+            and _may_round(served, non_prefix)
+            and found.take_rounded(client, served, non_prefix, chunker, prefix, exact, inside, worth)
+        ):
+            inside = found.segments
+        elif not worth:
+            inside = []
     except BaseException:
         found.release()
         raise
-    if inside and not non_prefix.repair.worth_trying(inside):
-        report.inside_bypassed, inside = "reordered", []
+    if not worth and not any(inside):
+        report.inside_bypassed = "reordered"
     size = mask_bytes(non_prefix, inside, exact, last + 1, prefix.form.dtype.itemsize) if inside else 0
     if size > MOST_MASK_BYTES:
         needed = f"a mask of {size} bytes for {non_prefix.config._attn_implementation}"

@@ -33,9 +33,10 @@ from kvclient.hf.model.structure import Refused
 from kvclient.hf.reuse.attention_scores import AttentionScores
 from kvclient.hf.reuse.blend_layer import BlendLayer, Seen, compared, place
 from kvclient.hf.reuse.drift import Drift
-from kvclient.hf.reuse.estimate import Gauge
+from kvclient.hf.reuse.estimate import LEFT_ROUNDED, Gauge
 from kvclient.hf.reuse.products import few_rows, rounds
 from kvclient.hf.reuse.repair import Repair
+from kvclient.hf.reuse.rounded import RoundedRest
 from kvclient.hf.reuse.windows import Windows
 
 # Attention implementations that take a mask of rows and columns. Ours attend by the rows' columns alone.
@@ -88,19 +89,21 @@ class Blend:
 
     def __init__(
         self, non_prefix: NonPrefixReuse, segments: Sequence[Segment], exact: int, length: int, clock: Clock,
-        form: BlockFormat, windows: Windows | None = None,
+        form: BlockFormat, windows: Windows | None = None, rest: RoundedRest | None = None,
     ) -> None:  # fmt: skip
-        """windows: of the layers that are not in `form`; segments are as it fits them."""
+        """windows: of the layers that are not in `form`; segments are as it fits them. rest: of which
+        the one segment is; all that is behind that is computed in one pass."""
         self._non_prefix, self._segments, self._clock, self._form = non_prefix, segments, clock, form
         self.exact, self.length, self._windows = exact, length, windows
-        self._fresh = non_prefix.repair.fresh(segments, length)
+        self._rest, self.rounded = rest, rest is not None
+        self._fresh = _live(segments, length) if self.rounded else non_prefix.repair.fresh(segments, length)
         self._may: torch.Tensor | None = None  # of the reused columns, those that can be computed; None: all
         if windows is not None:
             self._fresh, self._may = windows.computable(segments, self._fresh)
-        self.found = sum(segment.stop - segment.start for segment in segments)  # columns
+        self.found = sum(map(len, segments))  # columns
         self.recomputed = 0  # of these, in the layers that are cut
         # The first layer that only chosen rows go through. K and V of all scanned ones are looked at there.
-        checks = non_prefix.repair.checks
+        checks = non_prefix.repair.checks and not self.rounded
         self.cut = non_prefix.repair.cut(len(non_prefix.decoder))
         self.looking = False  # while rows enter a layer for their K and V only
         self._scanned = non_prefix.repair.scanned(segments, self._fresh) if checks else self._fresh
@@ -117,14 +120,15 @@ class Blend:
         self.drift: Drift | None = None
         # Where the error is estimated, passes follow each other until one is the last.
         everything = non_prefix.repair.computes_all or bool(self._fresh.all())
-        self.gauge = None if everything else Gauge.of(non_prefix.repair, segments, length)
+        self.gauge = None if everything or self.rounded else Gauge.of(non_prefix.repair, segments, length)
         self.stored, self.last = self.gauge is not None, self.gauge is None
-        self.estimated_kl: float | None = None  # of the answer, behind the last pass
+        # Of the answer, behind the last pass.
+        self.estimated_kl: float | None = LEFT_ROUNDED if self.rounded else None
         self.scored = False  # whether the question chose
         # Rows that need no second pass: all columns before theirs are computed in the first.
         self._front = int((~self._fresh).int().argmax()) - exact
         self.waiting: list[BlendLayer] = []  # layers whose columns wait for the last pass
-        asks = non_prefix.repair.asks(segments, exact)
+        asks = not self.rounded and non_prefix.repair.asks(segments, exact)
         if asks and everything:
             self._choose(torch.ones(length, dtype=torch.bool))
             self.estimated_kl = 0.0 if non_prefix.repair.promises else None
@@ -132,10 +136,7 @@ class Blend:
             behind = length - segments[-1].stop
             seen = None if windows is None else self._first_seen
             self.asked = AttentionScores(length, behind, len(non_prefix.decoder), seen)
-            live = torch.ones(length, dtype=torch.bool)
-            for segment in segments:
-                live[segment.start : segment.stop] = False
-            self._choose(live if self.gauge is None else self._fresh)
+            self._choose(_live(segments, length) if self.gauge is None else self._fresh)
         elif not checks or self.gauge is not None:
             self._choose(self._fresh)
 
@@ -227,6 +228,8 @@ class Blend:
 
     def _usual(self) -> int | None:
         """How many rows, the first, have torch's bits: what stands before all that is reused. None: all."""
+        if self._rest is not None:
+            return max(0, self._rest.start - self.exact)
         if self.whole or not (self.stored or self.scored):
             return None
         return self._segments[0].start - self.exact if self.stored else 0
@@ -363,6 +366,14 @@ class Blend:
             self._mask.masked_fill_(hidden_columns, torch.finfo(hidden.dtype).min)
             self._mask = self._mask[None, None]
         return self._mask
+
+
+def _live(segments: Sequence[Segment], length: int) -> torch.Tensor:
+    """Of a prompt's columns those that are not stored: bool [length]."""
+    live = torch.ones(length, dtype=torch.bool)
+    for segment in segments:
+        live[segment.start : segment.stop] = False
+    return live
 
 
 class _Hook:

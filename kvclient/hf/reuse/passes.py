@@ -17,6 +17,9 @@ from kvclient.hf.reuse.estimate import LEFT_ROUNDED
 
 def run_passes(model: torch.nn.Module, blend: Blend, run: Callable[[], Any]) -> Any:
     """run: the model's own prefill. What the last pass gave; the blend says what is estimated of it."""
+    if blend.rounded:
+        with blend.few_rows(blend.rounds):
+            return run()
     if blend.gauge is None:
         if blend.asked is not None:
             blend.ask(run)

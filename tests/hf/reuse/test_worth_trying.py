@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
+from kvclient.hf.reuse import products
+from kvclient.hf.reuse.estimate import LEFT_ROUNDED
 from kvclient.hf.reuse.repair import LEAST_BEHIND_OTHERS, Repair
+from kvclient.kernels import contract
 from tests.hf.inside import DOCUMENT
 from tests.hf.zoo import build, generate, prompt
 
@@ -35,6 +38,7 @@ def same(kv, model, ids):
 
 
 def test_such_a_prompt_is_a_prefill_and_a_prefix_from_then_on(attach, model, store_other, monkeypatch):
+    monkeypatch.setattr(products, "IN_PAIRS", ())
     kv = attach(Repair(caution=1.0, **FEW))
     store_other()
     passes = []
@@ -46,6 +50,65 @@ def test_such_a_prompt_is_a_prefill_and_a_prefix_from_then_on(attach, model, sto
     generate(model, another)
     assert kv.last.reused_tokens >= 13 + 96 + 90 and kv.last.inside_bypassed is None
     assert kv.client.stats()["pins"] == 0
+
+
+@pytest.fixture
+def in_pairs(monkeypatch):
+    """As on a processor that multiplies bf16 in pairs."""
+    if not products.available():
+        pytest.skip("no kernels here")
+    monkeypatch.setattr(products, "IN_PAIRS", (contract.auto_path(),))
+
+
+def near(kv, model, ids):
+    """Whether the logits are those of a prefill but for bf16; and the report."""
+    with kv.bypass():
+        plain = generate(model, ids, 4)[1]
+    logits = generate(model, ids, 4)[1]
+    assert kv.client.stats()["pins"] == 0
+    # Not equal: torch's products of these rows have other bits.
+    return not torch.equal(logits, plain) and torch.allclose(logits, plain, atol=0.05), kv.last
+
+
+def test_where_products_are_rounded_it_is_one_pass_and_what_it_computed_is_gone_on_from(
+    attach, model, store_other, in_pairs
+):
+    kv = attach(Repair(caution=1.0, **FEW))
+    store_other()
+    good, report = near(kv, model, SWAPPED)
+    assert good and (report.approximate_tokens, report.inside_bypassed) == (0, "reordered")
+    assert report.estimated_kl == LEFT_ROUNDED and report.reused_tokens == 0
+    said = generate(model, SWAPPED, 40)[0]  # its blocks go the same way
+    rest = prompt(12, seed=5)
+    for ids, least in (
+        (torch.cat([SWAPPED[:, :-9], rest], dim=1), 176),
+        (torch.cat([said, rest], dim=1), 224),
+    ):
+        good, report = near(kv, model, ids)
+        assert good and report.approximate_tokens >= least
+        assert (report.recomputed_tokens, report.inside_bypassed) == (0, None)
+        assert report.estimated_kl == LEFT_ROUNDED and report.reused_tokens <= 13
+
+
+def test_what_was_computed_rounded_is_nobodys_prefix(attach, model, store_other, in_pairs):
+    kv = attach(Repair(caution=1.0, **FEW))
+    store_other()
+    generate(model, SWAPPED)
+    kv.detach()
+    kv = attach(Repair(caution=1.0, max_kl=LEFT_ROUNDED / 2, **FEW))  # more is promised: text like any
+    generate(model, SWAPPED)
+    assert kv.last.reused_tokens == 0 and kv.last.estimated_kl < LEFT_ROUNDED
+    kv.detach()
+    kv = attach(None)
+    assert same(kv, model, SWAPPED) and kv.last.reused_tokens <= 13
+
+
+def test_behind_another_beginning_it_is_text_like_any(attach, model, store_other, in_pairs):
+    kv = attach(Repair(caution=1.0, **FEW))
+    store_other()
+    generate(model, SWAPPED)
+    generate(model, torch.cat([prompt(13, seed=8), SWAPPED[:, 13:]], dim=1))
+    assert kv.last.approximate_tokens > 100 and kv.last.recomputed_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -62,7 +125,8 @@ def test_others_are_tried(attach, model, store_other, repair):
     assert kv.last.approximate_tokens == 196 and kv.last.inside_bypassed is None
 
 
-def test_a_batch_of_such_prompts_is_one_prefill(attach, model, store_other):
+def test_a_batch_of_such_prompts_is_one_prefill(attach, model, store_other, monkeypatch):
+    monkeypatch.setattr(products, "IN_PAIRS", ())
     kv = attach(Repair(caution=1.0, **FEW))
     store_other()
     batch = torch.cat([SWAPPED, torch.cat([prompt(13, seed=8), SWAPPED[:, 13:]], dim=1)])

@@ -24,7 +24,7 @@ from kvclient.hf.connector.load import PrefixMatch
 from kvclient.hf.request.cache_layers import CacheBuilder
 from kvclient.hf.request.claims import Claims
 from kvclient.hf.request.hit_end import hit_end
-from kvclient.hf.request.inside import search
+from kvclient.hf.request.inside import Inside, search
 from kvclient.hf.request.load_or_compute import WaitBudget
 from kvclient.hf.request.options import Options
 from kvclient.hf.request.request import Request
@@ -75,7 +75,7 @@ class RowByRow(Request):
                 try:
                     pass_over = functools.partial(run, rows)
                     outputs = row_request.prefill(model, pass_over, rows, config, model_kwargs)
-                    inside.append(row_request._segments)
+                    inside.append(row_request._inside)
                 finally:
                     row_request.finish()
                     self._parts.append((group, row_request.report, alone))
@@ -164,7 +164,7 @@ class RowByRow(Request):
                 part.reset()
         replace_layers(self._cache, self._layers)
 
-    def _answers(self, inside: list[list[Any]]) -> None:
+    def _answers(self, inside: list[Inside]) -> None:
         """From here on what the rows say is published. inside: by group, what was reused inside of it."""
         served, report, rows = self._served_model, self.report, dict[int, Any]()
         for group, told, _ in self._parts:
@@ -182,9 +182,9 @@ class RowByRow(Request):
         self._claims = Claims(self._client, served, self._options, self._clock, self._same)
         if report.store_error is not None:
             self._stop_writing()
-        for (group, _, _), segments in zip(self._parts, inside, strict=True):
-            if self._generated and not (segments and served.grouped):  # of windows, nobody's prefix
-                self._claims.follow([PrefixMatch.of(group, self._options.chunker, served)], segments)
+        for (group, _, _), of_row in zip(self._parts, inside, strict=True):
+            if self._generated and not (of_row.segments and served.grouped):  # of windows, nobody's prefix
+                self._claims.follow([PrefixMatch.of(group, self._options.chunker, served)], of_row)
         self._note_published()
 
     def _note_published(self) -> None:
