@@ -301,12 +301,12 @@ class Claims:
         if self.snapshots is not None and column in self.snapshots.columns and self._same():
             self.snapshots.take(cache, column)
 
-    def follow(self, found: Sequence[PrefixMatch], inside: Inside) -> None:
+    def follow(self, found: Sequence[PrefixMatch], inside: Inside | None) -> None:
         """From here on generated() is told of what the rows say."""
         start, root = 0, None
-        if inside.rounded is not None:
+        if inside is not None and inside.rounded is not None:
             start, root = inside.rounded.start, inside.rounded.root
-        elif inside.segments:
+        elif inside is not None and inside.segments:
             start, root = inside.segments[-1].stop, approximate_root(self._served.identity)
         for prefix in found:
             counts = self._chunker.counts(prefix.group.tokens[start:])

@@ -71,7 +71,7 @@ class Request:
         self._prefix: PrefixSource | None = None
         self._staged: Staged | None = None  # the same on its way to a GPU
         self._claims: Claims | None = None
-        self._inside = Inside()  # what is reused behind the prefix
+        self._inside: Inside | None = None  # what is reused behind the prefix
         self._blend: Blend | None = None
         self._layers: list[StoreLayer] = []
         self._cache: Any = None
@@ -251,8 +251,8 @@ class Request:
             if not served.grouped:
                 self._search(prefix, config, read)
             if self._write and not served.grouped:
-                of = (claimed, read, follow, len(found) > 1, self._inside.rounded)
-                claims.claim_text(prefix, self._segments, *of)
+                rounded = self._inside and self._inside.rounded
+                claims.claim_text(prefix, self._segments, claimed, read, follow, len(found) > 1, rounded)
             if claims.sinks is not None:
                 claims.sinks.take(prefix)
         if len(found) > 1 and claims.claimed:
@@ -267,7 +267,7 @@ class Request:
         if self._prefix.tokens == 0:
             self._prefix = None
         if inside := self._segments:
-            assert served.non_prefix is not None
+            assert served.non_prefix is not None and self._inside is not None
             of = (columns, self._prompt.length, self._clock, served.form, self._inside.windows)
             self._blend = Blend(served.non_prefix, inside, *of, self._inside.rounded)
         self._fill(cache, config, device)
@@ -295,7 +295,7 @@ class Request:
     @property
     def _segments(self) -> list[Segment]:
         """Stretches behind the prefix that are reused."""
-        return self._inside.segments
+        return [] if self._inside is None else self._inside.segments
 
     def _search(self, prefix: PrefixMatch, config: Any, read: bool, exact: int | None = None) -> None:
         """Stretches behind the prefix that are stored, but were computed behind other tokens. exact: where
@@ -359,7 +359,7 @@ class Request:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
             report.estimated_kl = self._blend.estimated_kl
-            report.approximate_from_disk = self._inside.from_disk
+            report.approximate_from_disk = self._inside.from_disk if self._inside is not None else 0
         elif (computed := report.prompt_tokens - report.reused_tokens) >= MIN_TOKENS and report.prefill_s > 0:
             self._pace.note(computed, report.prefill_s)
         report.rows = self._prompt.reports(self._prefix, self._blend, self._found)
@@ -384,14 +384,14 @@ class Request:
                 self._tolerance.tried(self._claims.abort)
         finally:
             self._let_go()
-            self._prefix = self._blend = None
-            self._inside = Inside()
+            self._prefix = self._blend = self._inside = None
 
     def _let_go(self) -> None:
         """Of all that was pinned to be read."""
         with contextlib.ExitStack() as every:  # each, whatever becomes of the others
             found = (prefix.release for prefix in self._found)
-            for step in (self._close_staged, self._inside.release, *found):
+            inside = () if self._inside is None else (self._inside.release,)
+            for step in (self._close_staged, *inside, *found):
                 every.callback(self._tolerance.tried, step)
 
     def _close_staged(self) -> None:

@@ -164,7 +164,7 @@ class RowByRow(Request):
                 part.reset()
         replace_layers(self._cache, self._layers)
 
-    def _answers(self, inside: list[Inside]) -> None:
+    def _answers(self, inside: list[Inside | None]) -> None:
         """From here on what the rows say is published. inside: by group, what was reused inside of it."""
         served, report, rows = self._served_model, self.report, dict[int, Any]()
         for group, told, _ in self._parts:
@@ -183,7 +183,8 @@ class RowByRow(Request):
         if report.store_error is not None:
             self._stop_writing()
         for (group, _, _), of_row in zip(self._parts, inside, strict=True):
-            if self._generated and not (of_row.segments and served.grouped):  # of windows, nobody's prefix
+            windows = of_row and of_row.segments and served.grouped  # nobody's prefix
+            if self._generated and not windows:
                 self._claims.follow([PrefixMatch.of(group, self._options.chunker, served)], of_row)
         self._note_published()
 
