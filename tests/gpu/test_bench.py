@@ -14,9 +14,12 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import attention as gpu_attention
 from bench.gpu import clock as gpu_clock
 from bench.gpu import moving as gpu_moving
+from bench.gpu import streaming as gpu_streaming
 from bench.gpu import ttft as gpu_ttft
-from kvclient.kernels import contract
+from kvclient.hf.awq import linear
+from kvclient.kernels import contract, cuda
 from tests.gpu.conftest import REAL_CPU
+from tests.hf.streaming.device.late import Late
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -54,7 +57,16 @@ def small(device, monkeypatch):
     monkeypatch.setattr(gpu_ttft, "SHAPE", TINY)
 
 
-@pytest.mark.parametrize("row", gpu.ROWS, ids=lambda row: row.key)
+def test_a_streamed_model_runs_through(small, place, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setattr(cuda, "DEVICES", ("cpu",))
+    monkeypatch.setattr(linear, "_no_kernels", lambda device: None)
+    found = gpu_streaming.measured(gpu_streaming.SMALL, Late(), 1 << 30, tokens=2)
+    line = gpu.table({"rows": {"streamed": gpu_streaming.row(found)}}).splitlines()[-1]
+    assert "not measured" not in line and "tokens/s" in line and "layers of 64 streamed" in line
+
+
+@pytest.mark.parametrize("row", [row for row in gpu.ROWS if row.key != "streamed"], ids=lambda row: row.key)
 def test_a_row_runs_through(small, row, monkeypatch):
     if row.key == "ttft":  # of a model whose attention a CPU computes
         monkeypatch.setattr(contract, "cpu", REAL_CPU)

@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     asked = argparse.ArgumentParser(prog=name, description=about)
     asked.add_argument("directory", type=Path, help="of a checkpoint in safetensors, AWQ or plain")
     asked.add_argument("--memory", type=memory, help="for weights and slots: 2GiB; default: what is free")
+    asked.add_argument("--device", default="cpu", help="cuda: --memory is of it, the rest in the host's")
     asked.add_argument("--residency", choices=RESIDENCIES, default="auto")
     asked.add_argument("--prompt", default="The capital of France is")
     asked.add_argument("--max-new-tokens", type=int, default=16)
@@ -100,7 +101,7 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     began = time.perf_counter()
     config = StreamingConfig(
         residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots,
-        rearrange=not asked.no_rearrange, trace=asked.trace is not None,
+        rearrange=not asked.no_rearrange, trace=asked.trace is not None, device=asked.device,
     )  # fmt: skip
     steps = {name: None if asked.json else Step(what) for name, what in STEPS.items()}
     model = StreamingCausalLM.from_pretrained(asked.directory, config, **steps)
@@ -110,7 +111,7 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     pass_s = expected_s(model)
     line = f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token"
     print(line + (f"; expects {1 / pass_s:.2f} tokens a second" if pass_s else ""), file=sys.stderr)
-    inputs = tokenizer(asked.prompt, return_tensors="pt")
+    inputs = tokenizer(asked.prompt, return_tensors="pt").to(asked.device)
     speculation = drafts(asked.draft)
     options = {"custom_generate": speculation} if speculation is not None else {}
     began = time.perf_counter()
@@ -149,7 +150,8 @@ def main() -> int:
     stats = found["stats"]
     if "link_share" in stats:
         computed, waited = sum(stats["computed_s"].values()), sum(stats["waited_s"].values())
-        line = f"the disk was busy for {stats['link_share']:.0%} of the time; layers took {computed:.1f} s"
+        link = "disk" if asked.device == "cpu" else "link"
+        line = f"the {link} was busy for {stats['link_share']:.0%} of the time; layers took {computed:.1f} s"
         print(f"{line} and were waited for {waited:.1f} s", file=sys.stderr)
     if "speculation" in found:
         told = found["speculation"]

@@ -16,7 +16,8 @@ import torch
 from transformers import GenerationConfig
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.streaming import frame
+from kvclient.hf.streaming import device, frame
+from kvclient.hf.streaming.device import DeviceStreams
 from kvclient.hf.streaming.files.checkpoint import directory_of
 from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
@@ -31,7 +32,7 @@ from kvclient.hf.streaming.weights.places import copies, kept, lies
 
 COPIES = 2
 # Not an attribute of the model: what a module has is part of its identity.
-_streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams] = weakref.WeakKeyDictionary()
+_streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams | DeviceStreams] = weakref.WeakKeyDictionary()
 
 
 class StreamingCausalLM:
@@ -44,13 +45,16 @@ class StreamingCausalLM:
         progress: Callable[[int, int], None] | None = None,
         loading: Callable[[int, int], None] | None = None,
     ) -> torch.nn.Module:  # fmt: skip
-        """The model of a directory or hub id with safetensors, AWQ or plain, in eval mode, on the CPU. dtype:
-        what it computes in; progress: told of bytes rearranged and of all, the first time; loading: of those
-        that came to stay in memory, and of all that will. Raises InvalidArgument for a directory or a memory
-        that will not do, StreamingFailed for a disk that refuses.
+        """The model of a directory or hub id with safetensors, AWQ or plain, in eval mode, on the CPU or
+        config.device. dtype: what it computes in; progress: told of bytes rearranged and of all, the first
+        time; loading: of those that came to stay in memory, and of all that will. Raises InvalidArgument for
+        a directory or a memory that will not do, StreamingFailed for a disk that refuses.
         """
         home = directory_of(directory)
         config = config or StreamingConfig()
+        if config.device != "cpu":
+            model, _streams[model] = device.load(home, config, dtype, loading)
+            return _with_generation(model, home)
         model, group = frame.empty_model(home, dtype)
         found = tensors(home, sources(home))
         names = frame.vocabulary_of(model, found) if config.rearrange else {}
@@ -91,12 +95,16 @@ class StreamingCausalLM:
             frame.keep_head_in_place(model)
             tables = {role: tables[role] for role in chosen.vocabulary}
             _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came)
-        if (home / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
-        return model.eval()
+        return _with_generation(model.eval(), home)
 
 
-def streams_of(model: torch.nn.Module) -> Streams | None:
+def _with_generation(model: Any, home: Path) -> torch.nn.Module:
+    if (home / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
+    return model
+
+
+def streams_of(model: torch.nn.Module) -> Streams | DeviceStreams | None:
     """None: a model whose weights are all in memory for good."""
     return _streams.get(model)
 
@@ -106,6 +114,8 @@ def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
     computed; the share of the time in which the link had something to do. Bytes a pass.
     """
     streams = _streams[model]
+    if isinstance(streams, DeviceStreams):
+        return streams.stats()
     found = {"bytes_held": streams.plan.bytes, "bytes_per_pass": streams.plan.moved}
     if (scheduler := streams.scheduler) is None:
         return found
@@ -124,6 +134,8 @@ def expected_s(model: torch.nn.Module) -> float | None:
     measured; None: nothing is streamed. Raises StreamingFailed.
     """
     streams = _streams[model]
+    if isinstance(streams, DeviceStreams):
+        return streams.expected_s()
     if streams.scheduler is None or not (moved := streams.moved()):
         return None
     rest = streams.plan.moved - sum(moved.values())

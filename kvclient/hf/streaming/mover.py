@@ -8,6 +8,7 @@ that are read in place, the bytes that were read the first time.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import kvclient
-from kvclient._core import Stretch, StretchFailure, StretchReader
 from kvclient.errors import InvalidArgument, KVClientError
 
 PAGE = 4096
@@ -50,6 +50,11 @@ class Piece:
         return self.length if self.need is None else self.need
 
 
+def _native() -> Any:
+    """Only who reads from a disk needs it."""
+    return importlib.import_module("kvclient._core")
+
+
 def pages(length: int) -> memoryview:
     """Zeroed memory that begins with a page."""
     made = mmap.mmap(-1, max(PAGE, length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -74,7 +79,7 @@ class DiskMover:
             self.direct = True
             for path in self.paths:
                 self._fds.append(self._open(path))
-            self._reader = StretchReader(self.direct, depth, faults)
+            self._reader = _native().StretchReader(self.direct, depth, faults)
         except BaseException:
             for fd in self._fds:
                 os.close(fd)
@@ -103,10 +108,13 @@ class DiskMover:
         """The pieces one behind the other. Raises StreamingFailed, and Closed."""
         if not pieces:
             return
-        asked = [Stretch(self._fds[part.file], part.offset, part.length, part.there) for part in pieces]
+        native = _native()
+        asked = [
+            native.Stretch(self._fds[part.file], part.offset, part.length, part.there) for part in pieces
+        ]
         length = sum(part.length for part in pieces)
         found = self._reader.read(asked, slot[:length], length <= URGENT_BYTES)
-        if isinstance(found, StretchFailure):
+        if isinstance(found, native.StretchFailure):
             piece = pieces[found.stretch]
             why = os.strerror(found.error) if found.error else self._ended(piece, found.offset)
             raise StreamingFailed(self.paths[piece.file], layer, found.offset, why)

@@ -14,6 +14,7 @@ from kvclient.errors import InvalidArgument
 
 RESIDENCIES = ("auto", "full_resident", "partial_resident", "ffn_only_stream", "full_stream")
 WORKING_BYTES = 256 << 20  # of "auto": what a pass computes with besides weights, and its KV
+DEVICES = ("cpu", "cuda")
 LEAST_SLOTS, MOST_SLOTS = 2, 64
 PARTS = ("attention", "ffn")  # of a layer, in the order in which they lie
 
@@ -26,7 +27,8 @@ class StreamingConfig:
     before they are asked for, round the end; None: all slots but one. rearrange: the checkpoint is written
     once more, as it is read the fastest; else it is read where it lies. trace: write_trace() has what was
     read and computed when. host_threads: of a model whose weights lie in the host's memory, layers that the
-    host computes sooner than they are brought are computed there, by so many threads.
+    host computes sooner than they are brought are computed there, by so many threads. device: "cuda" computes
+    on a GPU (or "cuda:1"); `memory` is then its memory, and what is streamed lies in the host's.
     """
 
     residency: str = "auto"
@@ -38,6 +40,7 @@ class StreamingConfig:
     rearrange: bool = True
     trace: bool = False
     host_threads: int | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.residency not in RESIDENCIES:
@@ -48,6 +51,10 @@ class StreamingConfig:
             )
         if self.host_threads is not None and self.host_threads < 1:
             raise InvalidArgument(f"host_threads={self.host_threads}; at least 1, or None")
+        if self.device.partition(":")[0] not in DEVICES:
+            raise InvalidArgument(f"device={self.device!r}; it must be one of {', '.join(DEVICES)}")
+        if self.host_threads is not None and self.device != "cpu":
+            raise InvalidArgument(f"host_threads={self.host_threads}; the host computes none for a GPU")
         for name in ("keep_first_k", "keep_last_k", "memory", "prefetch_layers_ahead"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -126,7 +133,8 @@ def plan(
             "work with"
         )
     ways = vocabulary.ways()[: 1 if config.residency == "full_resident" else None]
-    found = [_plan(config, layers, held, outside, _parts(config, count), vocabulary, way) for way in ways]
+    streamed = parts_streamed(config, count)
+    found = [_plan(config, layers, held, outside, streamed, vocabulary, way) for way in ways]
     for choice in found:
         if memory is None or choice.bytes <= memory:
             return choice
@@ -134,7 +142,8 @@ def plan(
     raise InvalidArgument(f"memory={memory}; {config.residency} needs {least} bytes for weights")
 
 
-def _parts(config: StreamingConfig, count: int) -> list[tuple[str, ...]]:
+def parts_streamed(config: StreamingConfig, count: int) -> list[tuple[str, ...]]:
+    """Of each layer, by a residency that says so by itself."""
     if config.residency == "full_resident":
         return [()] * count
     if config.residency == "ffn_only_stream":

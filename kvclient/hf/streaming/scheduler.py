@@ -58,9 +58,12 @@ class Scheduler:
         self.filling_s, self.waited_s = 0.0, dict.fromkeys(layers, 0.0)
         self.first_s: float | None = None  # when the first layer was asked for
         self._early_s = 0.0  # that the link had been busy until then
+        # Copies that are only asked for are asked for by who computes: another thread would have to wait for
+        # the interpreter, milliseconds in which the link has nothing to do.
+        self._asks = hasattr(mover, "given_back")
         self._threads = [
             threading.Thread(target=self._run, args=(i,), name=f"kvclient-streaming-{i}", daemon=True)
-            for i in range(min(MOST_FILLING, len(made)))
+            for i in range(0 if self._asks else min(MOST_FILLING, len(made)))
         ]
         for thread in self._threads:
             thread.start()
@@ -74,7 +77,7 @@ class Scheduler:
         """From here on a pass asks for these, in this order."""
         with self._changed:
             self._table.follow(layers)
-            self._changed.notify_all()
+            self._tell()
 
     @contextlib.contextmanager
     def holding(self, layer: int, passing: bool = True) -> Iterator[Slot]:
@@ -91,7 +94,7 @@ class Scheduler:
             finally:
                 with self._changed:
                     self._table.release(slot, passing)
-                    self._changed.notify_all()
+                    self._tell()
 
     def _acquire(self, layer: int, passing: bool) -> Slot:
         started = time.monotonic()
@@ -100,7 +103,7 @@ class Scheduler:
                 self.first_s, self._early_s = started, self._busy(started)
             there = self._table.ask(layer)
             try:
-                self._changed.notify_all()
+                self._tell()
                 while True:
                     if self._closed:
                         raise Closed("the model's streams were closed")
@@ -113,10 +116,18 @@ class Scheduler:
             if passing:
                 self.hits += there
                 self.waited_s[layer] += ended - started
-            self._changed.notify_all()
+            self._tell()
         if self._trace is not None:
             self._trace.span("wait", layer, started, ended)
         return slot
+
+    def _tell(self) -> None:
+        """Of a table that has changed, with the lock: whoever waits, and the mover, where that is all it
+        needs."""
+        while self._asks and not self._closed and (found := self._table.begin()) is not None:
+            self._begun()
+            self._ended(*found, self._fill(*found))
+        self._changed.notify_all()
 
     def _run(self, thread: int) -> None:
         while True:
@@ -125,24 +136,31 @@ class Scheduler:
                     self._changed.wait()
                 if self._closed:
                     return
-                layer, slot = found
-                started = time.monotonic()
-                if not self._filling:
-                    self._since = started
-                self._filling += 1
-            error = self._fill(layer, slot)
+                started = self._begun()
+            error = self._fill(*found)
             with self._changed:
-                ended = time.monotonic()
-                self._filling -= 1
-                if not self._filling:
-                    self.filling_s += ended - self._since
-                if error is None:
-                    self.loads += 1
-                    self.bytes += sum(piece.length for piece in self._layers[layer])
-                self._table.filled(slot, error)
+                ended = self._ended(*found, error)
                 self._changed.notify_all()
             if self._trace is not None:
-                self._trace.span(f"read {thread}", layer, started, ended)
+                self._trace.span(f"read {thread}", found[0], started, ended)
+
+    def _begun(self) -> float:
+        started = time.monotonic()
+        if not self._filling:
+            self._since = started
+        self._filling += 1
+        return started
+
+    def _ended(self, layer: int, slot: Slot, error: BaseException | None) -> float:
+        ended = time.monotonic()
+        self._filling -= 1
+        if not self._filling:
+            self.filling_s += ended - self._since
+        if error is None:
+            self.loads += 1
+            self.bytes += sum(piece.length for piece in self._layers[layer])
+        self._table.filled(slot, error)
+        return ended
 
     def _fill(self, layer: int, slot: Slot) -> BaseException | None:
         for again in range(TRIES):

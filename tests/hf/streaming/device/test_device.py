@@ -4,7 +4,7 @@ the copies into it, in every order in which the device may do what it was asked 
 Method: no device. A stand-in for torch.cuda has streams that are queues; their next operations are done in an
 order drawn by a seed, copies and products in two steps each, so that what may overlap does. The host runs
 ahead, as with a real one. The same with one wait left out shows that the stand-in notices, for each of both.
-What a real device does with these calls was not run.
+On a device: tests/gpu/models/test_streamed.py.
 """
 
 import contextlib
@@ -23,18 +23,26 @@ from tests.hf.streaming.test_slots import MOST_STEPS, Simulation
 LENGTH, MOST_LAYERS = 8, 9  # of each of a layer's two pieces
 
 
+class Event:
+    come = False
+
+    def query(self):
+        return self.come
+
+    def elapsed_time(self, _other):
+        return 0.0
+
+
 class Stream:
     def __init__(self):
         self.queue = deque()
 
     def wait_event(self, event):
-        self.queue.append(lambda: event[0])  # stays at the head until it is true
+        self.queue.append(event.query)  # stays at the head until it is true
 
-    def record_event(self):
-        event = [False]
-
+    def record_event(self, event):
         def recorded():
-            event[0] = True
+            event.come = True
             return True
 
         self.queue.append(recorded)
@@ -68,6 +76,9 @@ class StandIn:
         before, self._own.stream = self.current_stream(), stream
         yield
         self._own.stream = before
+
+    def event(self):
+        return Event()
 
     def memory(self, length):
         return Memory(self, bytearray(b"\xff" * length), 0, length)

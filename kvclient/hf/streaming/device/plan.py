@@ -1,0 +1,71 @@
+"""What of a model stays on the device, what lies in the host's memory, and which of that the host computes.
+
+Owns the arithmetic of the device's bytes. Never asks for memory. Invariant: a plan's `bytes` count all
+weights, slots and rooms that are on the device at one time, and are no more than the memory that was said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, Plan, StreamingConfig, parts_streamed
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Bytes in no layer. embedding: may lie in the host's memory; rest: on the device. working: of a pass,
+    beside WORKING_BYTES: the largest matrix that is unpacked to be multiplied.
+    """
+
+    embedding: int
+    rest: int
+    working: int = 0
+
+
+def spread(count: int, chosen: int) -> list[bool]:
+    """`chosen` of `count` at even distances, the last one among them: while layers between them compute, the
+    link brings the next.
+    """
+    return [(i + 1) * chosen // count > i * chosen // count for i in range(count)]
+
+
+def device_plan(
+    config: StreamingConfig, layers: Sequence[dict[str, int]], outside: Outside, free: int
+) -> Plan:
+    """layers: bytes of each part; free: of the device, where the configuration says no memory. Raises
+    InvalidArgument, with the numbers, for a memory that cannot hold what the residency wants.
+    """
+    count, memory = len(layers), config.memory if config.memory is not None else free
+    work = WORKING_BYTES + outside.working
+    if config.residency != "auto":
+        found = _plan(config, layers, parts_streamed(config, count), outside)
+        if found.bytes + work > memory:
+            raise InvalidArgument(
+                f"memory={memory}; {config.residency} needs {found.bytes + work} bytes of the device: "
+                f"{found.bytes} for weights and slots, {work} to work with"
+            )
+        return found
+    for streamed in range(count + 1):
+        chosen = [PARTS if moves else () for moves in spread(count, streamed)]
+        found = _plan(config, layers, chosen, outside)
+        if found.bytes + work <= memory:
+            return found
+    raise InvalidArgument(
+        f"memory={memory}; with every layer streamed the model needs {found.bytes + work} bytes of the "
+        f"device: {found.bytes} for what is outside of the layers and {config.n_staging_slots} slots, {work} "
+        "to work with"
+    )
+
+
+def _plan(
+    config: StreamingConfig, layers: Sequence[dict[str, int]], streamed: Sequence[tuple[str, ...]],
+    outside: Outside,
+) -> Plan:  # fmt: skip
+    moved = [sum(layer[part] for part in parts) for layer, parts in zip(layers, streamed, strict=True)]
+    whole = sum(sum(layer.values()) for layer in layers) - sum(moved)
+    units = [unit for unit in moved if unit]
+    slots = min(config.n_staging_slots, len(units)) * max(units, default=0)
+    embedding, vocabulary = (0, ("embedding",)) if units and outside.embedding else (outside.embedding, ())
+    return Plan(tuple(streamed), outside.rest + embedding + whole + slots, sum(moved), vocabulary)
