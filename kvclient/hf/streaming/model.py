@@ -53,6 +53,8 @@ class StreamingCausalLM:
         home = directory_of(directory)
         config = config or StreamingConfig()
         if config.device != "cpu":
+            if mover is not None:
+                raise InvalidArgument(f"mover={mover!r}; a model on {config.device} has one of its own")
             model, _streams[model] = device.load(home, config, dtype, loading)
             return _with_generation(model, home)
         model, group = frame.empty_model(home, dtype)

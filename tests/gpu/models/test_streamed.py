@@ -250,6 +250,12 @@ def test_the_kernels_types(homes, runtime, device):
         StreamingCausalLM.from_pretrained(homes["awq"], config)
 
 
+def test_another_mover_is_refused(homes):
+    config = StreamingConfig(device="cuda")
+    with pytest.raises(InvalidArgument, match=r"mover=.*; a model on cuda has one of its own"):
+        StreamingCausalLM.from_pretrained(homes["awq"], config, mover=DeviceMover)
+
+
 def test_devices_by_name():
     with pytest.raises(InvalidArgument, match=r"device='tpu'; it must be one of cpu, cuda"):
         StreamingConfig(device="tpu")
