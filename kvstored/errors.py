@@ -32,7 +32,7 @@ class Exit(enum.IntEnum):
     """The command line's exit codes: a promise to scripts."""
 
     DONE = 0
-    NO = 1  # nothing to remove, no such block, corruption found, writers left when a drain's time was over
+    NO = 1  # nothing to remove, no such block, corruption, a push cut short, a drain's time over
     USAGE = 2  # wrong arguments or configuration
     UNREACHABLE = 3  # no daemon answers in the runtime directory
     REFUSED = 4  # the daemon refused or failed the call

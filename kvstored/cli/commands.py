@@ -251,6 +251,18 @@ def rm(daemon: Connection, arguments: argparse.Namespace) -> int:
     return Exit.NO if found["missing"] else Exit.DONE
 
 
+def push(daemon: Connection, arguments: argparse.Namespace) -> int:
+    told = 0
+    for start in range(0, len(arguments.keys), MAX_KEYS):
+        keys = arguments.keys[start : start + MAX_KEYS]
+        request = store_pb2.PushRequest(namespace=arguments.namespace, keys=keys, to=arguments.to)
+        told += daemon.store.Push(request, timeout=daemon.timeout_s).told
+    found = {"told": told, "left_out": len(arguments.keys) - told}
+    words = f"; {found['left_out']} left out, too many wait for it" if found["left_out"] else ""
+    show(arguments, found, f"{arguments.to} is told to come for {told}{words}")
+    return Exit.NO if found["left_out"] else Exit.DONE
+
+
 def flush(daemon: Connection, arguments: argparse.Namespace) -> int:
     if not arguments.yes:
         if not sys.stdin.isatty():
@@ -345,4 +357,5 @@ COMMANDS: dict[str, Callable[[Connection, argparse.Namespace], int]] = {
     "reload": reload,
     "layouts": layouts,
     "peers": peers,
+    "push": push,
 }

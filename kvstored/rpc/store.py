@@ -155,6 +155,11 @@ class StoreService(store_pb2_grpc.StoreServicer):
         states = await self._threads.run(store.await_blocks, keys, request.priority, 0)
         return store_pb2.PrefetchResponse(coming=len(states) - states.count(0))
 
+    @answered
+    async def Push(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        _, store = self._door.admit(context, request.namespace, write=True)
+        return store_pb2.PushResponse(told=store.push(packed(request.keys), request.to))
+
     # ---- writing
 
     @answered

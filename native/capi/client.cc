@@ -120,6 +120,16 @@ kvs_status kvs_prefetch(kvs_client* client, const kvs_key* keys, size_t count, u
   });
 }
 
+kvs_status kvs_push(kvs_client* client, const kvs_key* keys, size_t count, const char* to, size_t* told) {
+  return guarded("kvs_push", [&] {
+    need(client, "client");
+    need(to, "to");
+    const auto wanted = keys_of(keys, count);
+    const uint32_t coming = client->session.call([&](Client& c) { return c.push(wanted, to); });
+    if (told) *told = coming;
+  });
+}
+
 kvs_status kvs_delete(kvs_client* client, const kvs_key* keys, size_t count, size_t* deleted) {
   return guarded("kvs_delete", [&] {
     need(client, "client");

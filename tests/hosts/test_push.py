@@ -3,14 +3,22 @@
 Method: nobody on the receiving host asks for the blocks; that they are there is seen by a look-up alone.
 """
 
+import ctypes
+import json
 import os
 
+import grpc
 import pytest
 
 from kvclient.errors import InvalidArgument, NotPermitted, Unavailable
 from kvclient.testing.conformance.case import BIG, SMALL, check, new_keys, pattern
+from kvstored.cli.main import main
 from kvstored.config.namespaces import parse as parse_namespaces
-from tests.hosts.hosts import Hosts
+from kvstored.errors import Exit
+from kvstored.v1 import store_pb2
+from tests.conformance import c_door
+from tests.daemon.grpc_calls import CALL_S, Calls
+from tests.hosts.hosts import Hosts, Proxy
 from tests.hosts.proof.liar import Liar
 from tests.hosts.test_peers import checked, put
 
@@ -55,6 +63,86 @@ def test_what_is_pushed_is_there_before_anybody_asks(pair, wait_until, geometry)
     seen = pair.peers(1)["n0"]
     assert seen["pushed"] >= 40 and seen["fetched"] == 40
     assert pair.peers(0)["n1"]["pushed"] == 0
+
+
+def by_grpc(host, keys, to: str) -> int:
+    with Calls(host.dir) as calls:
+        return calls.store.Push(store_pb2.PushRequest(keys=keys, to=to), timeout=CALL_S).told
+
+
+def by_c(host, keys, to: str) -> int:
+    client, told = c_door.CClient(str(host.dir)), ctypes.c_size_t(77)
+    try:
+        names = c_door._packed(keys), ctypes.c_size_t(len(keys))
+        c_door.checked(
+            c_door.LIB.kvs_push(client._pointer, *names, to.encode(), ctypes.byref(told)),
+        )
+        return told.value
+    finally:
+        client.close()
+
+
+def by_command(host, keys, to: str) -> int:
+    names = [key.hex() for key in keys]
+    assert main(["push", "--dir", str(host.dir), "--to", to, *names]) == Exit.DONE
+    return len(keys)
+
+
+@pytest.mark.parametrize("push", [by_grpc, by_c, by_command])
+def test_every_door_pushes(pair, wait_until, push, capsys):
+    keys = new_keys(30)
+    more = keys + new_keys(1100 if push is by_command else 0)  # than a message has; these nobody has
+    with pair[0].connect() as writer, pair[1].connect() as reader:
+        put(writer, keys)
+        assert push(pair[0], more, "n1") == len(more)
+        wait_until(lambda: reader.lookup(keys).resident == len(keys))
+        with reader.get(keys, verify=True) as blocks:
+            checked(blocks, keys, SMALL)
+    said = capsys.readouterr().out
+    assert said == ("n1 is told to come for 1130\n" if push is by_command else "")
+
+
+def test_every_door_says_who_takes(pair, capsys):
+    (key,) = new_keys(1)
+    with pytest.raises(grpc.RpcError) as refused:
+        by_grpc(pair[0], [key], "nobody")
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "those that do now: n1" in refused.value.details()
+    for name in ("", "n" * 64):
+        with pytest.raises(grpc.RpcError) as refused:
+            by_grpc(pair[0], [key], name)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(Unavailable, match="those that do now: n1"):
+        by_c(pair[0], [key], "nobody")
+    with pytest.raises(InvalidArgument, match="1 to 63 bytes"):
+        by_c(pair[0], [key], "")
+    here = "--dir", str(pair[0].dir)
+    assert main(["push", *here, "--to", "nobody", key.hex()]) == Exit.REFUSED
+    assert "those that do now: n1" in capsys.readouterr().err
+    assert main(["push", *here, "--to", "n1", key.hex(), "--json"]) == Exit.DONE
+    assert json.loads(capsys.readouterr().out) == {"told": 1, "left_out": 0}
+
+
+def test_a_word_that_is_lost_on_its_way_is_told_again(daemon, tmp_path, wait_until):
+    """The connection takes it and then breaks: n1 never heard of these blocks."""
+    hosts = Hosts(daemon, tmp_path)
+    takes_pushes(hosts, 1)
+    proxy = Proxy(hosts.addresses[0])
+    hosts.reroute(1, 0, proxy.address)
+    try:
+        hosts.start().wait_up(wait_until)
+        keys = new_keys(20)
+        with hosts[0].connect() as writer, hosts[1].connect() as reader:
+            proxy.cut.clear()
+            put(writer, keys)
+            assert writer.push(keys, "n1") == 20
+            proxy.break_off()
+            proxy.cut.set()
+            wait_until(lambda: reader.lookup(keys).resident == 20)
+            with reader.get(keys, verify=True) as blocks:
+                checked(blocks, keys, SMALL)
+    finally:
+        proxy.close()
 
 
 def test_a_block_that_is_still_written_comes_layer_by_layer(pair, wait_until):

@@ -217,6 +217,18 @@ int touch(Store& store, const nb::bytes& packed) {
   return static_cast<int>(std::ranges::count(store.touch(keys_of(packed)), true));
 }
 
+nb::bytes delete_blocks(Store& store, const nb::bytes& packed) {
+  nb::bytes out = each_key(packed, [&](const Key& key) { return store.remove(key); });
+  store.settle();
+  return out;
+}
+
+size_t push(Store& store, const nb::bytes& packed, const std::string& node) {
+  const std::vector<Key> keys = keys_of(packed);
+  nb::gil_scoped_release release;
+  return store.push(node, keys);
+}
+
 uint64_t flush(Store& store) {
   const uint64_t count = store.flush();
   store.settle();
@@ -299,14 +311,10 @@ void bind_store(nb::module_& m) {
       .def("read_at", &read_at, nb::arg("handle"), nb::arg("offset"), nb::arg("length"))
       .def("wait_layers", &wait_layers, nb::arg("handle"), nb::arg("layers"), nb::arg("timeout_ms"))
       .def("describe", &describe)
-      .def("delete",
-           [](Store& s, const nb::bytes& keys) {
-             nb::bytes out = each_key(keys, [&](const Key& key) { return s.remove(key); });
-             s.settle();
-             return out;
-           })
+      .def("delete", &delete_blocks)
       .def("touch", &touch)
       .def("await_blocks", &await_blocks, nb::arg("packed_keys"), nb::arg("priority"), nb::arg("timeout_ms"))
+      .def("push", &push, nb::arg("packed_keys"), nb::arg("to"))
       .def("flush", &flush, nb::call_guard<nb::gil_scoped_release>())
       .def("ask_pins_back", &Store::ask_pins_back, nb::arg("session"))
       .def("list", &list, nb::arg("next"), nb::arg("limit"), nb::arg("key_prefix"), nb::arg("min_uses"))

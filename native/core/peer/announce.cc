@@ -16,7 +16,7 @@ constexpr std::chrono::milliseconds kSlice{1000};  // between two looks whether 
 struct Listening {
   Listening(Journal& journal, const std::string& taker) : journal(journal), taker(taker) {
     journal.listen(1);
-    if (!taker.empty()) journal.take_for(taker, 1);
+    if (!taker.empty()) taken = journal.take_for(taker, 1);
   }
   ~Listening() {
     journal.listen(-1);
@@ -24,6 +24,7 @@ struct Listening {
   }
   Journal& journal;
   const std::string& taker;
+  uint64_t taken = 0;  // of what was pushed to it
 };
 
 void put_pushed(Channel& channel, uint32_t request, std::span<const Key> keys) {
@@ -47,12 +48,12 @@ void put_marks(Channel& channel, uint32_t request, std::span<const uint64_t> mar
 
 void announce(Store& store, Channel& channel, uint32_t request, const std::string& taker, const std::atomic<bool>& over) {
   Journal& journal = store.journal();
-  const Listening listening(journal, taker);
+  Listening listening(journal, taker);
   std::vector<uint64_t> changes;
   uint64_t from = journal.head();
   bool whole = false;  // all was told once
   for (uint64_t told_ns = monotonic_ns(); !over.load();) {
-    const std::vector<Key> pushed = journal.take(taker);  // first: what was put before it is told before it
+    const std::vector<Key> pushed = journal.take(taker, listening.taken);  // first: what was put before it is told before it
     if (!whole) {
       from = journal.head();  // what changes while the table is read is told behind it
       for (uint32_t record = 0; record < store.options().max_blocks && !over.load();)
@@ -69,7 +70,7 @@ void announce(Store& store, Channel& channel, uint32_t request, const std::strin
       put_pushed(channel, request, pushed);
     }
     if (channel.hung_up()) throw Broken(Broken::Why::Gone, "it hung up");
-    journal.wait(from, taker, kSlice, over);
+    journal.wait(from, taker, listening.taken, kSlice, over);
   }
 }
 

@@ -94,15 +94,8 @@ std::vector<uint8_t> push(Store& store, uint32_t count, protocol::Reader body) {
   const auto keys = body.take<Key>(count);
   need_end(body);
   const std::string node(head.node, ::strnlen(head.node, sizeof head.node - 1));
-  const std::optional<size_t> told = store.journal().push(node, keys);
-  if (!told) {
-    std::string takers;
-    for (const std::string& other : store.journal().takers()) takers += (takers.empty() ? "" : ", ") + other;
-    throw Error(Code::Unavailable, "no host " + node + " takes what is pushed to it in namespace " + store.name() +
-                                       "; those that do now: " + (takers.empty() ? "none" : takers));
-  }
   std::vector<uint8_t> out;
-  append(out, static_cast<uint32_t>(*told));
+  append(out, static_cast<uint32_t>(store.push(node, keys)));
   return out;
 }
 

@@ -3,7 +3,8 @@
 // nanoseconds, and nothing at all while nobody listens. Invariant: who has read to a place gets every change behind it in order,
 // or is told that some are gone.
 //
-// And what clients here want one host to come for, until the connection on which that host hears takes it.
+// And what clients here want one host to come for. It hears that on a connection; a word on its way is lost where that breaks, so
+// the next one is told again what is not old. To be told twice costs a look.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -19,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/base/polling.h"
 #include "core/format/block.h"
 
 namespace kv {
@@ -29,7 +32,8 @@ inline uint64_t mark_of(const Key& key, bool held) { return (key.words[2] & ~uin
 class Journal {
  public:
   static constexpr size_t kEntries = 8192;
-  static constexpr size_t kMostPushed = 4096;  // keys that wait for one host
+  static constexpr size_t kMostPushed = 4096;               // keys for one host
+  static constexpr uint64_t kToldAgainNs = 15'000'000'000;  // a connection is known to be gone sooner, and there is another
 
   void listen(int more) { listeners_.fetch_add(more, std::memory_order_relaxed); }
   bool heard() const { return listeners_.load(std::memory_order_relaxed) != 0; }  // else nothing need be found out to note it
@@ -53,12 +57,14 @@ class Journal {
     return true;
   }
 
-  // Until something is behind `from` or was pushed to the node, or it is over (and wake() was called), or the time is up.
-  void wait(uint64_t from, const std::string& node, std::chrono::milliseconds most, const std::atomic<bool>& over) {
+  // Until something is behind `from`, or behind `taken` of what was pushed to the node, or it is over (and wake() was called), or
+  // the time is up.
+  void wait(uint64_t from, const std::string& node, uint64_t taken, std::chrono::milliseconds most,
+            const std::atomic<bool>& over) {
     std::unique_lock lock(mutex_);
     const auto pushed = [&] {
       const auto taker = takers_.find(node);
-      return taker != takers_.end() && !taker->second.keys.empty();
+      return taker != takers_.end() && taker->second.end() > taken;
     };
     waiting_ += 1;
     changed_.wait_for(lock, most, [&] { return head_ != from || over.load() || pushed(); });
@@ -69,40 +75,56 @@ class Journal {
     changed_.notify_all();
   }
 
-  // A connection more, or less, of a host that comes for what is pushed to it.
-  void take_for(const std::string& node, int more) {
+  // A connection more, or less, of a host that comes for what is pushed to it. Where the first has to read from.
+  uint64_t take_for(const std::string& node, int more) {
     std::lock_guard lock(mutex_);
-    Taker& taker = takers_[node];
-    if ((taker.connections += more) == 0) takers_.erase(node);
+    takers_[node].connections += more;
+    for (auto& [name, taker] : takers_) taker.forget(monotonic_ns());
+    std::erase_if(takers_, [](const auto& taker) { return taker.second.connections == 0 && taker.second.keys.empty(); });
+    const auto taker = takers_.find(node);
+    return taker == takers_.end() ? 0 : taker->second.first;
   }
-  // How many of the keys wait for that host now. None: it has no such connection.
+  // How many of the keys that host is told now. None: it has no such connection.
   std::optional<size_t> push(const std::string& node, std::span<const Key> keys) {
     std::lock_guard lock(mutex_);
-    const auto taker = takers_.find(node);
-    if (taker == takers_.end()) return std::nullopt;
-    std::vector<Key>& waiting = taker->second.keys;
-    keys = keys.first(std::min(keys.size(), kMostPushed - waiting.size()));
-    waiting.insert(waiting.end(), keys.begin(), keys.end());
+    const auto found = takers_.find(node);
+    if (found == takers_.end() || found->second.connections == 0) return std::nullopt;
+    Taker& taker = found->second;
+    keys = keys.first(std::min<size_t>(keys.size(), kMostPushed - (taker.end() - taker.taken)));
+    while (taker.keys.size() + keys.size() > kMostPushed) taker.keys.pop_front(), ++taker.first;
+    for (const Key& key : keys) taker.keys.emplace_back(key, monotonic_ns());
     changed_.notify_all();
     return keys.size();
   }
-  // What was pushed to it since.
-  std::vector<Key> take(const std::string& node) {
+  // What was pushed to it behind `from`, which moves on.
+  std::vector<Key> take(const std::string& node, uint64_t& from) {
     std::lock_guard lock(mutex_);
-    const auto taker = takers_.find(node);
-    return taker == takers_.end() ? std::vector<Key>() : std::exchange(taker->second.keys, {});
+    std::vector<Key> out;
+    const auto found = takers_.find(node);
+    if (found == takers_.end()) return out;
+    Taker& taker = found->second;
+    for (from = std::max(from, taker.first); from < taker.end(); ++from) out.push_back(taker.keys[from - taker.first].first);
+    taker.taken = std::max(taker.taken, from);
+    return out;
   }
   std::vector<std::string> takers() const {
     std::lock_guard lock(mutex_);
     std::vector<std::string> nodes;
-    for (const auto& [node, taker] : takers_) nodes.push_back(node);
+    for (const auto& [node, taker] : takers_)
+      if (taker.connections) nodes.push_back(node);
     return nodes;
   }
 
  private:
   struct Taker {
     int connections = 0;
-    std::vector<Key> keys;
+    uint64_t first = 0, taken = 0;                // numbers: of keys[0], and behind the last that a connection took
+    std::deque<std::pair<Key, uint64_t>> keys{};  // and when each was pushed
+    uint64_t end() const { return first + keys.size(); }
+    void forget(uint64_t now_ns) {  // what is old
+      for (; !keys.empty() && keys.front().second + kToldAgainNs < now_ns; ++first) keys.pop_front();
+      taken = std::max(taken, first);
+    }
   };
   std::atomic<int> listeners_{0};
   mutable std::mutex mutex_;

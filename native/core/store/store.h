@@ -137,13 +137,13 @@ class Store {
   std::optional<ReadJob> begin_read(const Key& key, bool* crowded = nullptr);   // `crowded`: peers hold all they may
   void end_read(Handle handle);                                                 // its memory may go
   bool is_sealed(Handle handle) const;                                          // and is still that block
+  size_t push(const std::string& node, std::span<const Key> keys);     // for so many. Throws InvalidArgument, Unavailable
   Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts
   std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
 
   // ---- sessions
-  // A user's that have ended while a client still locked them at the last look. Waits for no lock of the store's.
-  size_t left_sessions(uint32_t uid) const { return left_.of(uid); }
-  void reap_left_sessions();  // such a look, in slices
+  size_t left_sessions(uint32_t uid) const { return left_.of(uid); }  // a user's that ended, locked at the last look. No lock
+  void reap_left_sessions();                                          // such a look, in slices
   // A client's, and its locked page. By the session protocol's version that it speaks it asks for more pins when it needs them,
   // and knows every slot for layouts. Throws InvalidArgument for max_pins, IncompatibleVersion for layouts that it would misread.
   std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only = false,

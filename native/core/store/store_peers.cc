@@ -91,6 +91,17 @@ std::vector<uint64_t> Store::held_marks(uint32_t& record, uint32_t limit) {
   return out;
 }
 
+size_t Store::push(const std::string& node, std::span<const Key> keys) {
+  if (node.empty() || node.size() > protocol::kMaxNamespace)
+    throw Error(Code::InvalidArgument, "a host's name has 1 to " + std::to_string(protocol::kMaxNamespace) + " bytes, this one " +
+                                           std::to_string(node.size()));
+  if (const std::optional<size_t> told = journal_.push(node, keys)) return *told;
+  std::string takers;
+  for (const std::string& other : journal_.takers()) takers += (takers.empty() ? "" : ", ") + other;
+  throw Error(Code::Unavailable, "no host " + node + " takes what is pushed to it in namespace " + name() +
+                                     "; those that do now: " + (takers.empty() ? "none" : takers));
+}
+
 bool Store::is_sealed(Handle handle) const {
   const Control now = control(handle.record);
   return now.generation() == handle.generation && now.state() == State::Sealed;

@@ -35,7 +35,7 @@ typedef enum kvs_status {
   KVS_BLOCK_LOST = 6, /* the block's writer ended, or the store forgot it */
   KVS_CLOSED = 7,
   KVS_INCOMPATIBLE_VERSION = 8,
-  KVS_UNAVAILABLE = 9, /* no daemon can be reached */
+  KVS_UNAVAILABLE = 9, /* no daemon can be reached; of kvs_push: not that host */
   KVS_INTERNAL = 10    /* out of memory, or a mistake of this library */
 } kvs_status;
 
@@ -144,6 +144,10 @@ int kvs_blocks_sealed(const kvs_blocks* blocks, size_t i);
 kvs_status kvs_blocks_wait_layer(const kvs_blocks* blocks, size_t i, uint32_t layer, double timeout_s);
 /* Has blocks that lie on disk loaded and does not wait for them. How many are in memory or on their way. Asks the daemon. */
 kvs_status kvs_prefetch(kvs_client* client, const kvs_key* keys, size_t count, uint32_t priority, size_t* coming);
+/* Has another host come for blocks before anybody asks for them there, layer by layer also while they are written; `to` is its
+ * node. How many of the keys it is told. KVS_UNAVAILABLE: it is not connected, or takes nothing (docs/hosts.md), the text names
+ * those that do. Asks the daemon. */
+kvs_status kvs_push(kvs_client* client, const kvs_key* keys, size_t count, const char* to, size_t* told);
 
 /* ---- writing */
 

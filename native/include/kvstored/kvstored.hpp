@@ -330,6 +330,12 @@ class Client {
     const kvs_status status = kvs_prefetch(get(), keys.data(), keys.size(), priority, &coming);
     return status == KVS_OK ? Result<std::size_t>(coming) : Result<std::size_t>(detail::last(status));
   }
+  // How many of them the host `to` is told to come for.
+  Result<std::size_t> push(std::span<const Key> keys, const std::string& to) {
+    std::size_t told = 0;
+    const kvs_status status = kvs_push(get(), keys.data(), keys.size(), to.c_str(), &told);
+    return status == KVS_OK ? Result<std::size_t>(told) : Result<std::size_t>(detail::last(status));
+  }
   // The namespace's figures as JSON.
   Result<std::string> stats() {
     char* text = nullptr;

@@ -83,6 +83,7 @@ class Guest:
             "Abort": (self.store.Abort, s.AbortRequest(lease_id=lease, **here)),
             "KeepAlive": (self.store.KeepAlive, s.KeepAliveRequest(lease_id=lease, **here)),
             "Delete": (self.store.Delete, s.DeleteRequest(keys=[key], **here)),
+            "Push": (self.store.Push, s.PushRequest(keys=[key], to="b", **here)),
         }
         self.writing = set(writing)
         return {name: self.ask(*call)[:2] for name, call in {**reading, **writing}.items()}

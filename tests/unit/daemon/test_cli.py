@@ -23,7 +23,7 @@ from kvstored.errors import Exit
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
     "serve", "ping", "status", "ls", "describe", "rm", "flush", "revoke", "drain", "scrub", "top", "layouts",
-    "peers", "config", "reload", "stop", "pools", "fsck", "completion",
+    "peers", "push", "config", "reload", "stop", "pools", "fsck", "completion",
 )  # fmt: skip
 
 
@@ -156,6 +156,7 @@ WITHOUT_A_DAEMON = ("serve", "fsck", "pools", "completion")
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in WITHOUT_A_DAEMON])
 def test_without_a_daemon_every_command_ends_with_3(command, tmp_path, capsys):
     needed = {"flush": ["--yes"], "rm": ["00" * 32], "describe": ["00" * 32], "revoke": ["1"]}
+    needed["push"] = ["--to", "b", "00" * 32]
     extra = needed.get(command, [])
     assert main([command, "--dir", str(tmp_path), *extra]) == Exit.UNREACHABLE
     captured = capsys.readouterr()
