@@ -53,13 +53,10 @@ class Inside:
         rest = RoundedRest.of(served.identity, ids, starts[bisect_right(starts, others[0].start) - 1])
         self._library = Library(client, served.identity)
         found = rest.stored(self._library, chunker, ids)
-        pieces = list(takewhile(lambda piece: form.fits(piece.view, piece.count, form.layers - 1), found))
+        held = list(takewhile(lambda piece: form.fits(piece.view, piece.count, form.layers - 1), found))
         start = max(rest.start, exact)
-        stop = rest.start + sum(piece.count for piece in pieces)
-        if stop <= start:
-            stop, pieces = start, []
-        elif start > rest.start:  # a prefix goes on into the first block
-            pieces[0] = Piece(pieces[0].view, start - rest.start, rest.start + pieces[0].count - start)
+        pieces = _behind(held, start - rest.start)
+        stop = start + sum(piece.count for piece in pieces)
         enough = max(non_prefix.repair.min_tokens, sum(map(len, others)) // 2)
         if stop - start < enough and (worth or not rounds(non_prefix.decoder)):
             return False
@@ -73,6 +70,17 @@ class Inside:
             found.release()
         if self._library is not None:
             self._library.release()
+
+
+def _behind(pieces: list[Piece], tokens: int) -> list[Piece]:
+    """Without the first tokens, so many: a prefix goes on into these blocks."""
+    out = []
+    for piece in pieces:
+        skipped = min(tokens, piece.count)
+        tokens -= skipped
+        if skipped < piece.count:
+            out.append(Piece(piece.view, piece.offset + skipped, piece.count - skipped, piece.key))
+    return out
 
 
 def _may_round(served: ServedModel, non_prefix: NonPrefixReuse) -> bool:

@@ -7,7 +7,9 @@ Tiny random models and the in-memory fake; which prompts those are was found by 
 import pytest
 import torch
 
+from kvclient.blocks.match import Piece
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
+from kvclient.hf.request import inside
 from kvclient.hf.reuse import products
 from kvclient.hf.reuse.estimate import LEFT_ROUNDED
 from kvclient.hf.reuse.repair import LEAST_BEHIND_OTHERS, Repair
@@ -101,6 +103,28 @@ def test_what_was_computed_rounded_is_nobodys_prefix(attach, model, store_other,
     kv.detach()
     kv = attach(None)
     assert same(kv, model, SWAPPED) and kv.last.reused_tokens <= 13
+
+
+def test_a_prefix_that_goes_on_into_what_was_computed_so(attach, model, store_other, in_pairs):
+    """Another text has an exact block there, of which the first tokens are this prompt's."""
+    kv = attach(Repair(caution=1.0, **FEW))
+    store_other()
+    beginning = prompt(24, seed=7)
+    text = torch.cat([beginning, OTHER, DOCUMENT], dim=1)
+    generate(model, torch.cat([text, prompt(9, seed=4)], dim=1))
+    assert kv.last.inside_bypassed == "reordered"
+    generate(model, torch.cat([beginning[:, :22], prompt(40, seed=31)], dim=1))
+    good, report = near(kv, model, torch.cat([text, prompt(12, seed=5)], dim=1))
+    assert good and report.reused_tokens == 22 and report.approximate_tokens >= 160
+    assert (report.recomputed_tokens, report.inside_bypassed) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "left"), [(0, [(0, 5), (0, 7)]), (3, [(3, 2), (0, 7)]), (5, [(0, 7)]), (9, [(4, 3)]), (12, [])]
+)
+def test_pieces_behind_a_prefix(tokens, left):
+    pieces = inside._behind([Piece(None, 0, 5), Piece(None, 0, 7)], tokens)
+    assert [(piece.offset, piece.count) for piece in pieces] == left
 
 
 def test_behind_another_beginning_it_is_text_like_any(attach, model, store_other, in_pairs):
