@@ -109,11 +109,28 @@ class Pages:
 
     def _copy_all(self, blocks: Any, targets: Sequence[Any]) -> list[bool]:
         there = [i for i, target in enumerate(targets) if self._fits(blocks, i, target)]
-        wrong = self._copy_out(blocks, there, [targets[i] for i in there])
+        try:
+            wrong = self._copy_out(blocks, there, [targets[i] for i in there])
+        except KVClientError:  # of which, nobody knows: each by itself
+            there, wrong = self._one_by_one(blocks, there, targets)
         if wrong:
             self._report([blocks[i].key for i in wrong])
         good = set(there) - wrong
         return [i in good for i in range(len(targets))]
+
+    def _one_by_one(
+        self, blocks: Any, there: list[int], targets: Sequence[Any]
+    ) -> tuple[list[int], set[int]]:
+        """Those that could be copied, and which of them are not what their checksum says."""
+        copied: list[int] = []
+        wrong: set[int] = set()
+        for i in there:
+            try:
+                wrong |= self._copy_out(blocks, [i], [targets[i]])
+                copied.append(i)
+            except KVClientError as error:
+                self._health.failed("a load", error)
+        return copied, wrong
 
     def _fits(self, blocks: Any, index: int, target: Any) -> bool:
         try:

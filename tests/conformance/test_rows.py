@@ -3,13 +3,16 @@
 Method: the same steps through the client of a real daemon and through the fake; then what is out of bounds.
 """
 
+import logging
+
 import numpy as np
 import pytest
 
 import kvclient
 from kvclient.client.breaker import NoBlocks, NoWriter
-from kvclient.errors import InvalidArgument
-from kvclient.integrations.pages import page_layout
+from kvclient.errors import BlockLost, InvalidArgument
+from kvclient.integrations.health import Health
+from kvclient.integrations.pages import Pages, page_layout
 from tests.engines.pool_bytes import flip_in_pool
 
 LAYOUT = kvclient.Layout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="uint8", block_tokens=4)
@@ -168,3 +171,21 @@ def test_without_a_store_there_is_nothing_to_copy():
         NoBlocks(2).copy_out(0, [memory], [0])
     with pytest.raises(InvalidArgument):
         NoWriter(2).copy_in(0, [memory], [0])
+
+
+def test_a_page_that_cannot_be_copied_is_the_only_one_that_misses(monkeypatch):
+    """What a copy of several pages fails with names none of them."""
+
+    class Blocks:
+        def copy_out(self, layer, targets, indices):
+            if 1 in indices:
+                raise BlockLost("it has gone")
+            for target in targets:
+                target[:] = 7
+            return []
+
+    pages = Pages(kvclient.InMemoryClient(), Health(kvclient.InMemoryClient(), logging.getLogger()), 0)
+    monkeypatch.setattr(Pages, "_fits", lambda self, blocks, i, target: True)
+    targets = [[np.zeros(8, np.uint8)] for _ in range(3)]
+    assert pages._copy_all(Blocks(), targets) == [True, False, True]
+    assert [target[0][0] for target in targets] == [7, 0, 7]

@@ -126,7 +126,11 @@ class Scheduler:
         needs."""
         while self._asks and not self._closed and (found := self._table.begin()) is not None:
             self._begun()
-            self._ended(*found, self._fill(*found))
+            error: BaseException | None = StreamingFailed("memory", found[0], 0, "interrupted")  # by Ctrl-C
+            try:
+                error = self._fill(*found)
+            finally:
+                self._ended(*found, error)
         self._changed.notify_all()
 
     def _run(self, thread: int) -> None:

@@ -24,7 +24,7 @@ class DeviceMover(MemoryMover):
 
     def __init__(self, image: Any, memory: Any, runtime: Any) -> None:
         super().__init__(memoryview(image.numpy()))
-        self._pinned, self.memory, self._runtime = image, memory, runtime
+        self._pinned, self._memory, self._runtime = image, memory, runtime
         self._copies = runtime.Stream()
         self._copied: dict[int, Any] = {}  # by the slot's address: the event behind the last copy into it
         self._layers: dict[int, int] = {}  # and what it brings
@@ -32,6 +32,10 @@ class DeviceMover(MemoryMover):
         self._lock = threading.Lock()  # copies of two layers do not mix, so an event is behind its own
         self._taken = threading.local()
         self.spans = Spans()
+
+    def memory(self, length: int) -> Any:
+        """A slot, uint8 [length bytes]; given back, it is nobody's before the copies into it are over."""
+        return self._runtime.kept_for(self._memory(length), self._copies)
 
     def fill(self, layer: int, pieces: Sequence[Piece], slot: Any) -> None:
         """Asks for the copies; returns before they are made. Raises StreamingFailed."""
@@ -71,8 +75,9 @@ class DeviceMover(MemoryMover):
         """What the calling thread's stream was asked for until here is all that it computes from the slot."""
         key = slot.data_ptr()
         event = self._runtime.current_stream().record_event(self._runtime.event())
-        with self._lock:
-            self._computing.setdefault(key, []).append(event)
+        with self._lock:  # of a layer that stays in its slot, no more than have not passed
+            left = [earlier for earlier in self._computing.get(key, ()) if not earlier.query()]
+            self._computing[key] = [*left, event]
         if (began := self._since().pop(key, None)) is not None:
             self.spans.add("compute", began[0], began[1], event)
 

@@ -40,6 +40,9 @@ class Runtime(Protocol):
     def memory(self, length: int) -> torch.Tensor:
         """uint8 [length bytes] on the device, whose address stays."""
 
+    def kept_for(self, memory: torch.Tensor, stream: Any) -> torch.Tensor:
+        """The same, uint8 [bytes], not to be used again before what this stream was asked for is done."""
+
     def pinned(self, length: int) -> torch.Tensor:
         """uint8 [length bytes] of the host, which the device reads by itself. Raises InvalidArgument."""
 
@@ -86,6 +89,11 @@ class Cuda:
     def memory(self, length: int) -> torch.Tensor:
         """uint8 [length bytes] by torch's allocator. Raises torch.OutOfMemoryError."""
         return torch.empty(length, dtype=torch.uint8, device=self.device)
+
+    def kept_for(self, memory: torch.Tensor, stream: Any) -> torch.Tensor:
+        """uint8 [bytes], as torch's allocator keeps it."""
+        memory.record_stream(stream)
+        return memory
 
     def pinned(self, length: int) -> torch.Tensor:
         """uint8 [length bytes], pages of this process, registered: torch's own pinned memory is a power of

@@ -126,6 +126,9 @@ class Late:
     def memory(self, length: int) -> Any:
         return Memory(torch.full((length,), 255, dtype=torch.uint8), self)
 
+    def kept_for(self, memory: Any, stream: Any) -> Any:
+        return memory
+
     def pinned(self, length: int) -> torch.Tensor:
         return torch.zeros(max(1, length), dtype=torch.uint8)
 

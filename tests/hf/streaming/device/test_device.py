@@ -83,6 +83,10 @@ class StandIn:
     def memory(self, length):
         return Memory(self, bytearray(b"\xff" * length), 0, length)
 
+    def kept_for(self, memory, stream):
+        assert stream in self.streams
+        return memory
+
     def computes(self, slot, layer):
         """A product, in the calling thread's stream: looks at the slot as it begins and as it ends."""
         wanted = bytes([layer]) * (2 * LENGTH)
@@ -205,6 +209,53 @@ def test_the_stand_in_notices_a_wait_that_is_left_out(monkeypatch, left_out):
         monkeypatch.setattr(DeviceMover, "taken", lambda self, slot: None)
     with pytest.raises(AssertionError, match="computed from"):
         simulate(range(200))
+
+
+def run_to_the_end(runtime):
+    while left := [stream for stream in runtime.streams if stream.queue]:
+        assert any(stream.step() for stream in left)
+
+
+def test_a_layer_that_stays_in_its_slot_keeps_no_events():
+    image, pieces = layers(2)
+    runtime = StandIn()
+    mover = DeviceMover(image, runtime.memory, runtime)
+    scheduler = Scheduler(mover, {1: pieces[1]}, slots=2, ahead=1)
+    for _ in range(50):
+        with scheduler.holding(1) as slot:
+            runtime.computes(slot.memory, 1)
+        run_to_the_end(runtime)
+    assert scheduler.loads == 1 and sum(map(len, mover._computing.values())) == 1
+    scheduler.close()
+
+
+def test_a_copy_that_is_interrupted_is_asked_for_again(monkeypatch):
+    """Ctrl-C comes in the thread that computes, and that asks."""
+    image, pieces = layers(MOST_LAYERS)
+    runtime, fills, fill = StandIn(), [], DeviceMover.fill
+
+    def interrupted(self, layer, *rest):
+        fills.append(layer)
+        if len(fills) == 3:
+            raise KeyboardInterrupt
+        fill(self, layer, *rest)
+
+    monkeypatch.setattr(DeviceMover, "fill", interrupted)
+    scheduler = Scheduler(DeviceMover(image, runtime.memory, runtime), pieces, slots=2, ahead=1)
+
+    def run():
+        for layer in pieces:
+            with scheduler.holding(layer) as slot:
+                runtime.computes(slot.memory, layer)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    again = threading.Thread(target=run, daemon=True)
+    again.start()
+    again.join(60)
+    assert not again.is_alive() and scheduler._filling == 0
+    run_to_the_end(runtime)
+    scheduler.close()
 
 
 def test_two_threads_of_the_scheduler_each_in_a_stream_of_its_own():
