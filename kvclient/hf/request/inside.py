@@ -83,10 +83,13 @@ def _behind(pieces: list[Piece], tokens: int) -> list[Piece]:
     return out
 
 
-def _may_round(served: ServedModel, non_prefix: NonPrefixReuse) -> bool:
-    """Whether what is computed in products of bf16 is near enough, and one kind of blocks is all of it."""
+def _may_round(served: ServedModel, non_prefix: NonPrefixReuse, rows: int) -> bool:
+    """Whether what is computed in products of bf16 is near enough, one kind of blocks is all of it, and it is
+    of one row: products of several are torch's."""
     repair = non_prefix.repair
-    near = repair.promises and repair.promised >= LEFT_ROUNDED and not repair.computes_all
+    if not repair.promises or repair.computes_all or rows > 1:
+        return False
+    near = repair.promised / (repair.caution or 1.0) >= LEFT_ROUNDED
     return near and non_prefix.shows and not served.grouped and served.form.codec is None
 
 
@@ -124,7 +127,7 @@ def search(
         worth = not inside or non_prefix.repair.worth_trying(inside)
         if (
             inside
-            and _may_round(served, non_prefix)
+            and _may_round(served, non_prefix, len(prefix.group.rows))
             and found.take_rounded(client, served, non_prefix, chunker, prefix, exact, inside, worth)
         ):
             inside = found.segments

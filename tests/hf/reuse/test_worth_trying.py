@@ -105,6 +105,20 @@ def test_what_was_computed_rounded_is_nobodys_prefix(attach, model, store_other,
     assert same(kv, model, SWAPPED) and kv.last.reused_tokens <= 13
 
 
+@pytest.mark.parametrize(
+    ("repair", "rows"), [(Repair(caution=1.0, **FEW), 2), (Repair(caution=8.0, max_kl=5e-3, **FEW), 1)]
+)
+def test_equal_rows_and_what_a_caution_leaves_too_little_of_are_a_prefill(
+    attach, model, store_other, in_pairs, repair, rows
+):
+    kv = attach(repair)
+    store_other()
+    text = SWAPPED.repeat(rows, 1)
+    assert same(kv, model, text) and kv.last.inside_bypassed == "reordered"
+    generate(model, text)
+    assert kv.last.reused_tokens >= rows * (13 + 96 + 90)
+
+
 def test_a_prefix_that_goes_on_into_what_was_computed_so(attach, model, store_other, in_pairs):
     """Another text has an exact block there, of which the first tokens are this prompt's."""
     kv = attach(Repair(caution=1.0, **FEW))
