@@ -20,6 +20,7 @@ import torch
 from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.hf.awq.linear import TILE_BYTES, AwqLinear
+from kvclient.hf.streaming.device import DeviceStreams
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import free_memory
 
@@ -64,9 +65,9 @@ class Estimate:
 
 
 class Admission:
-    """memory: for weights, slots and the call; None: what is free now, and what the model holds. chunk: of
-    the prompt, computed at one time (generate()'s prefill_chunk_size). Raises InvalidArgument for a model
-    whose configuration does not say its shape.
+    """memory: for weights, slots and the call; None: what is free now where it computes, and what the model
+    holds there. chunk: of the prompt, computed at one time (generate()'s prefill_chunk_size). Raises
+    InvalidArgument for a model whose configuration does not say its shape.
     """
 
     def __init__(self, model: torch.nn.Module, memory: int | None = None, chunk: int = CHUNK) -> None:
@@ -74,7 +75,7 @@ class Admission:
         self.chunk, self._raised = chunk, 1.0
         self._shape = _Shape.of(model)
         self._held = _held(model)
-        self.memory = free_memory() + self._held if memory is None else memory
+        self.memory = _free(model) + self._held if memory is None else memory
 
     def estimate(self, prompt: int, new: int, rows: int = 1) -> Estimate:
         """Of `rows` prompts of so many tokens, and as many new ones for each."""
@@ -168,6 +169,11 @@ class _Shape:
 def _largest(module: torch.nn.Module) -> int:
     """Elements of a linear layer's matrix."""
     return module.weight.numel() if isinstance(module, torch.nn.Linear) else 0
+
+
+def _free(model: torch.nn.Module) -> int:
+    streams = streams_of(model)
+    return streams.runtime.free() if isinstance(streams, DeviceStreams) else free_memory()
 
 
 def _held(model: torch.nn.Module) -> int:

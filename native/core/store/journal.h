@@ -76,10 +76,10 @@ class Journal {
   }
 
   // A connection more, or less, of a host that comes for what is pushed to it. Where the first has to read from.
-  uint64_t take_for(const std::string& node, int more) {
+  uint64_t take_for(const std::string& node, int more, uint64_t now_ns = monotonic_ns()) {
     std::lock_guard lock(mutex_);
     takers_[node].connections += more;
-    for (auto& [name, taker] : takers_) taker.forget(monotonic_ns());
+    for (auto& [name, taker] : takers_) taker.forget(now_ns);
     std::erase_if(takers_, [](const auto& taker) { return taker.second.connections == 0 && taker.second.keys.empty(); });
     const auto taker = takers_.find(node);
     return taker == takers_.end() ? 0 : taker->second.first;
@@ -121,8 +121,9 @@ class Journal {
     uint64_t first = 0, taken = 0;                // numbers: of keys[0], and behind the last that a connection took
     std::deque<std::pair<Key, uint64_t>> keys{};  // and when each was pushed
     uint64_t end() const { return first + keys.size(); }
-    void forget(uint64_t now_ns) {  // what is old
-      for (; !keys.empty() && keys.front().second + kToldAgainNs < now_ns; ++first) keys.pop_front();
+    void forget(uint64_t now_ns) {  // what is old, and was taken if there is who may
+      const auto over = [&] { return keys.front().second + kToldAgainNs < now_ns && (connections == 0 || first < taken); };
+      for (; !keys.empty() && over(); ++first) keys.pop_front();
       taken = std::max(taken, first);
     }
   };

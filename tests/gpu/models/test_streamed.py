@@ -18,7 +18,13 @@ import transformers
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
 from kvclient.hf.awq import linear
-from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, expected_s, streaming_stats
+from kvclient.hf.streaming import (
+    Admission,
+    StreamingCausalLM,
+    StreamingConfig,
+    expected_s,
+    streaming_stats,
+)
 from kvclient.hf.streaming.device import Cuda, DeviceMover, loading
 from kvclient.hf.streaming.device.plan import Outside, device_plan, spread
 from kvclient.hf.streaming.model import streams_of
@@ -174,6 +180,13 @@ def test_outside_of_its_turn_a_layer_has_no_memory(homes, runtime, device):
     streams_of(model).close()
 
 
+def test_what_is_free_for_a_request_is_the_devices(homes, runtime, device, monkeypatch):
+    model = opened(homes["awq"])
+    monkeypatch.setattr(type(runtime), "free", lambda self: 1000)
+    assert Admission(model).memory == 1000 + streams_of(model).plan.bytes
+    streams_of(model).close()
+
+
 def test_a_layer_that_fails_gives_its_slot_back(homes, runtime, device):
     home = homes["plain"]
     wanted, model = logits(whole(home, device), device), opened(home)
@@ -261,6 +274,8 @@ def test_devices_by_name():
         StreamingConfig(device="tpu")
     with pytest.raises(InvalidArgument, match="host_threads=2; the host computes none"):
         StreamingConfig(device="cuda", host_threads=2)
+    with pytest.raises(InvalidArgument, match="trace=True; what a GPU copies"):
+        StreamingConfig(device="cuda", trace=True)
     if not torch.cuda.is_available():
         with pytest.raises(InvalidArgument, match=r"device='cuda:3'; torch .* sees no CUDA device"):
             Cuda(torch.device("cuda:3"))

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from kvclient.hf import awq, layers
-from kvclient.hf.layers import decoder
 from tests.hf.awq_checkpoint import write_checkpoint
 from tests.hf.layers.test_decoder import EARLY, logits
 from tests.hf.zoo import near, prompt
@@ -36,13 +35,6 @@ def both(home, dtype=torch.float32):
     model, plain = (awq.from_pretrained(home, dtype=dtype) for _ in range(2))
     assert layers.install(model)
     return model, plain
-
-
-@pytest.fixture
-def few(monkeypatch):
-    usual, seen = decoder.Layer.few, []
-    monkeypatch.setattr(decoder.Layer, "few", lambda *args: seen.append(1) or usual(*args))
-    return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,6 @@ import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq, layers
-from kvclient.hf.layers import decoder
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, expected_s
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.mover import DiskMover
@@ -73,13 +72,6 @@ def in_memory(home, dtype):
 @torch.inference_mode()
 def logits(model, ids):
     return model(ids).logits
-
-
-@pytest.fixture
-def few(monkeypatch):
-    usual, seen = decoder.Layer.few, []
-    monkeypatch.setattr(decoder.Layer, "few", lambda *args: seen.append(1) or usual(*args))
-    return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -80,7 +80,7 @@ def assemble(
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(runtime.device)
     mover = DeviceMover(image, runtime.memory, runtime) if moving else None
-    return model.eval(), DeviceStreams(prefix, len(layers), moving, plan, config, mover, runtime)
+    return model.eval(), DeviceStreams(prefix, moving, plan, config, mover, runtime)
 
 
 def _check_kernels(group: int | None, dtype: torch.dtype, runtime: Runtime) -> None:

@@ -24,7 +24,6 @@ from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.residency import Plan, StreamingConfig
 from kvclient.hf.streaming.scheduler import Scheduler
 from kvclient.hf.streaming.slots import Slot
-from kvclient.hf.streaming.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,14 @@ class DeviceStreams:
     """moving: by number. mover: None, nothing is streamed."""
 
     def __init__(
-        self, prefix: str, layers: int, moving: dict[int, Moving], plan: Plan, config: StreamingConfig,
+        self, prefix: str, moving: dict[int, Moving], plan: Plan, config: StreamingConfig,
         mover: DeviceMover | None, runtime: Runtime,
     ) -> None:  # fmt: skip
-        self.plan, self._prefix, self._layers, self._moving = plan, prefix, layers, moving
+        self.plan, self._prefix, self._moving = plan, prefix, moving
         self._mover, self.runtime = mover, runtime
         self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
         self.embedding = None  # none that is read row by row
-        self.trace = Trace() if config.trace else None
+        self.trace = None
         self.scheduler: Scheduler | None = None
         self.link: float | None = None  # bytes a second, measured before anything was computed
         self._users: dict[int, int] = {}
@@ -80,7 +79,7 @@ class DeviceStreams:
         pieces = {n: (Piece(layer.offset, layer.length, None),) for n, layer in moving.items()}
         longest = max(moving.values(), key=lambda layer: layer.length)
         self.link = mover.rate(longest.number, pieces[longest.number], mover.memory(longest.length))
-        self.scheduler = Scheduler(mover, pieces, config.n_staging_slots, config.ahead, self.trace)
+        self.scheduler = Scheduler(mover, pieces, config.n_staging_slots, config.ahead)
         for number, layer in moving.items():
             layer.module.register_forward_pre_hook(self._before(number))
             layer.module.register_forward_hook(self._after(number), always_call=True)
