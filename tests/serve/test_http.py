@@ -89,6 +89,8 @@ def test_responses(client):
     assert whole.output_text == "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert (events[-1].type, whole.status) == ("response.incomplete", "incomplete")
     assert events[-1].response.output_text == whole.output_text
+    turns = [{"role": "user", "content": "hello"}, *whole.output, {"role": "user", "content": "and?"}]
+    assert client.responses.create(model="tiny", input=turns, max_output_tokens=2).status == "incomplete"
 
 
 def test_responses_call_functions_and_take_what_they_gave(client):

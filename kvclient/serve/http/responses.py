@@ -83,14 +83,21 @@ class ResponsesRequest(Strict):
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Calls that follow each other, and what was said before them, are one message of the assistant."""
+    """Calls that follow each other, and what was said around them, are one message of the assistant, behind
+    which their results come: so templates want it.
+    """
     said: list[dict[str, Any]] = []
     if request.instructions:
         said.append({"role": "system", "content": request.instructions})
     asked_now = request.input
     for item in [Message(role="user", content=asked_now)] if isinstance(asked_now, str) else asked_now:
         if isinstance(item, Message):
-            said.append(item.model_dump())
+            last = said[-1] if said else {}
+            if item.role == "assistant" and last.get("tool_calls"):
+                words = [last["content"], item.plain()["content"]]
+                said[-1] = {**last, "content": "\n".join(filter(None, words))}
+            else:
+                said.append({**item.model_dump(), "content": item.plain()["content"]})
         elif isinstance(item, FunctionCall):
             if not (said and said[-1]["role"] == "assistant"):
                 said.append({"role": "assistant", "content": ""})

@@ -121,8 +121,12 @@ class ResponseFormat(Strict):
 
 
 class Part(Strict):
+    """annotations, logprobs: come back with the parts of an answer of /v1/responses, and change nothing."""
+
     type: Literal["text", "input_text", "output_text"]
     text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
 class Message(BaseModel):

@@ -30,8 +30,9 @@ class ForcedCall:
         self._text, self._told, self.name = "", 0, ""
 
     def add(self, text: str, ended: bool = False) -> list[dict[str, Any]]:
-        """Deltas. ended: nothing follows."""
-        return [{"tool_calls": [call]} for call in self._calls(text, ended)]
+        """Deltas. ended: nothing follows; a text that ended before its name did is no call, and is told."""
+        out: list[dict[str, Any]] = [{"tool_calls": [call]} for call in self._calls(text, ended)]
+        return [{"content": self._text}] if ended and self._text and not self.name else out
 
     def _calls(self, text: str, ended: bool) -> list[dict[str, Any]]:
         self._text += text
@@ -58,9 +59,9 @@ class ForcedCall:
 def forced_call(text: str) -> list[dict[str, Any]]:
     """The same of a whole text, as OpenAI's tool_calls; empty where it ended before the name did."""
     call = ForcedCall()
-    deltas = call.add(text, ended=True)
-    arguments = "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas)
-    return [_spelled(call.name, arguments)] if deltas else []
+    pieces = [piece for delta in call.add(text, ended=True) for piece in delta.get("tool_calls", ())]
+    arguments = "".join(piece["function"]["arguments"] for piece in pieces)
+    return [_spelled(call.name, arguments)] if pieces else []
 
 
 def _spelled(name: str, arguments: str) -> dict[str, Any]:

@@ -26,8 +26,9 @@ def chat_whole(run: Run) -> dict[str, Any]:
     choices = []
     for index, choice in enumerate(run.choices):
         message, finish = chat_message(choice)
-        said = {"content": [spelled(run, chosen) for chosen in choice.tokens]}
-        logprobs = said if choice.ask.sampling.logprobs is not None else None
+        logprobs = None
+        if choice.ask.sampling.logprobs is not None:
+            logprobs = {"content": [spelled(run, chosen) for chosen in choice.tokens]}
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
     return {**out, "choices": choices, "usage": run.usage(), "kv_reuse": run.reuse()}
 
@@ -104,6 +105,11 @@ def deltas(
     elif text:
         out.append({"content": text})
     return out or ([{"content": ""}] if always else [])
+
+
+def whole_deltas(choice: Choice) -> list[dict[str, Any]]:
+    """Of its whole text: words around calls stay apart, in their order."""
+    return deltas(choice.text, *listeners(choice.ask), False, True)
 
 
 def offered(ask: Ask) -> tuple[set[str], int | None]:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from kvclient.serve.engine.job import Done, Prompt, Token
-from kvclient.serve.http.answers.chat import chat_message, deltas, listeners
+from kvclient.serve.http.answers.chat import chat_message, deltas, listeners, whole_deltas
 from kvclient.serve.http.answers.run import Choice, Run, new_id
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
@@ -20,16 +20,11 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 def message_whole(run: Run) -> dict[str, Any]:
     """The answer of /v1/messages in one piece."""
-    choice = run.choices[0]
-    message, finish = chat_message(choice)
-    content: list[dict[str, Any]] = []
-    if thought := message.get("reasoning_content"):
-        content.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if message["content"]:
-        content.append({"type": "text", "text": message["content"]})
-    for call in message.get("tool_calls", ()):
-        content.append(_called(call, _arguments(call["function"]["arguments"])))
-    return {**_head(run, new_id("msg")), "content": content, **_stopped(choice, finish), "usage": _usage(run)}
+    choice, blocks = run.choices[0], Blocks()
+    for delta in whole_deltas(choice):
+        blocks.of(delta)
+    told = {"content": blocks.whole(), **_stopped(choice, chat_message(choice)[1]), "usage": _usage(run)}
+    return {**_head(run, new_id("msg")), **told}
 
 
 async def message_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
@@ -55,21 +50,23 @@ class Blocks:
 
     def __init__(self) -> None:
         self._open, self._index = "", -1
+        self._all: list[dict[str, Any]] = []
+        self._texts: list[str] = []  # of each
 
     def of(self, delta: dict[str, Any]) -> list[dict[str, Any]]:
         """The events that tell a delta: the block before it ends where it is of another kind."""
         out: list[dict[str, Any]] = []
         if thought := delta.get("reasoning_content"):
             out += self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            out.append(self._delta({"type": "thinking_delta", "thinking": thought}))
+            out.append(self._delta("thinking_delta", "thinking", thought))
         if text := delta.get("content"):
             out += self._opened("text", {"type": "text", "text": ""})
-            out.append(self._delta({"type": "text_delta", "text": text}))
+            out.append(self._delta("text_delta", "text", text))
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 out += self._opened(call["id"], _called(call, {}))
             if arguments := call["function"]["arguments"]:
-                out.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+                out.append(self._delta("input_json_delta", "partial_json", arguments))
         return out
 
     def closed(self) -> list[dict[str, Any]]:
@@ -77,15 +74,27 @@ class Blocks:
         opened, self._open = self._open, ""
         return [{"type": "content_block_stop", "index": self._index}] if opened else []
 
+    def whole(self) -> list[dict[str, Any]]:
+        """The blocks so far, each with all that its deltas said."""
+        kinds = {"thinking": "thinking", "text": "text", "tool_use": "input"}
+        told = zip(self._all, self._texts, strict=True)
+        return [
+            {**block, kinds[block["type"]]: _arguments(text) if block["type"] == "tool_use" else text}
+            for block, text in told
+        ]
+
     def _opened(self, name: str, block: dict[str, Any]) -> list[dict[str, Any]]:
         if name == self._open:
             return []
         out = self.closed()
         self._open, self._index = name, self._index + 1
+        self._all.append(block)
+        self._texts.append("")
         return [*out, {"type": "content_block_start", "index": self._index, "content_block": block}]
 
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+    def _delta(self, kind: str, field: str, text: str) -> dict[str, Any]:
+        self._texts[-1] += text
+        return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, field: text}}
 
 
 def _head(run: Run, ident: str) -> dict[str, Any]:

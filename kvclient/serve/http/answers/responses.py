@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from kvclient.serve.engine.job import Done, Token
-from kvclient.serve.http.answers.chat import chat_message, deltas, listeners
-from kvclient.serve.http.answers.run import Run, new_id
+from kvclient.serve.http.answers.chat import chat_message, deltas, listeners, whole_deltas
+from kvclient.serve.http.answers.run import Choice, Run, new_id
 from kvclient.serve.http.schema import ChatRequest
 
 Item = dict[str, Any]
@@ -20,16 +20,12 @@ Item = dict[str, Any]
 
 def response_whole(run: Run) -> dict[str, Any]:
     """The answer of /v1/responses in one piece."""
-    message, finish = chat_message(run.choices[0])
-    items = [_ended(_thought(), thought)] if (thought := message.get("reasoning_content")) else []
-    calls = message.get("tool_calls", [])
-    if message["content"] or not calls:
-        items.append(_ended(_message(), message["content"] or ""))
-    items += [_ended(_call(call), call["function"]["arguments"]) for call in calls]
-    status = "incomplete" if finish == "length" else "completed"
-    if status == "incomplete":
-        items[-1]["status"] = status
-    return _body(run, new_id("resp"), status, items)
+    items, choice = Items(), run.choices[0]
+    for delta in whole_deltas(choice):
+        items.of(delta)
+    status = _status(choice)
+    items.end(status)
+    return _body(run, new_id("resp"), status, items.done)
 
 
 async def response_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
@@ -50,10 +46,14 @@ async def response_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
             for delta in deltas(event.text, thinking, calling, False, isinstance(event, Done)):
                 for told in items.of(delta):
                     yield numbered(told)
-    status = "incomplete" if chat_message(choice)[1] == "length" else "completed"
+    status = _status(choice)
     for told in items.end(status):
         yield numbered(told)
     yield numbered({"type": f"response.{status}", "response": _body(run, ident, status, items.done)})
+
+
+def _status(choice: Choice) -> str:
+    return "incomplete" if chat_message(choice)[1] == "length" else "completed"
 
 
 class Items:
