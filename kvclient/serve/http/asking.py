@@ -27,7 +27,7 @@ from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.engine.text import Text
 from kvclient.serve.engine.windowed import Windowing
 from kvclient.serve.errors import ApiError, too_large, too_long, unprocessable, unsupported
-from kvclient.serve.http.grammar import Grammars, Matcher
+from kvclient.serve.http.grammar import Grammars, Matcher, call_schema
 from kvclient.serve.http.messages import Counted
 from kvclient.serve.http.messages import as_chat as messages_as_chat
 from kvclient.serve.http.reasoning import OPEN
@@ -278,10 +278,12 @@ class Asking:
         """The same, with what keeps their answers to a schema: Grammars.json, which takes time, and raises
         what it does.
         """
-        return [
-            dataclasses.replace(ask, matcher=self.grammars.json(ask.schema)) if ask.constrained else ask
-            for ask in asks
-        ]
+
+        def with_matcher(ask: Ask) -> Ask:
+            param = "tools" if ask.forced_tool else "response_format"
+            return dataclasses.replace(ask, matcher=self.grammars.json(ask.schema, param))
+
+        return [with_matcher(ask) if ask.constrained else ask for ask in asks]
 
     def jobs(self, ask: Ask, salt: bytes, tell: Any) -> list[Job]:
         """One for each answer. ask: enforced. tell: (index of the answer, event), from the loop's thread."""
@@ -368,13 +370,7 @@ def tool_schema(tools: Sequence[Any], choice: Any) -> dict[str, Any]:
     functions = [tool.function for tool in tools if wanted in (None, tool.function.name)]
     if not functions:
         raise ApiError(400, f"tool_choice names {wanted!r}, which is none of the tools", param="tool_choice")
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": f.name}, "arguments": f.parameters or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for f in functions
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    try:
+        return call_schema([(f.name, f.parameters) for f in functions])
+    except RecursionError:
+        raise ApiError(400, "the parameters of a tool are nested too deep", param="tools") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch
 from kvclient.serve.errors import ApiError
 
 MOST_SCHEMA_BYTES = 64 << 10
+VALUES = {"const", "enum", "default", "examples"}  # keywords behind which no schemas stand
+NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}  # schemas by name
 
 
 class Grammars:
@@ -30,28 +33,32 @@ class Grammars:
         self._made: Any = None
         self._lock = threading.Lock()
 
-    def json(self, schema: dict[str, Any] | None) -> Matcher:
-        """What keeps an answer to the schema; None: any JSON object. Raises ApiError for what is too large or
-        wrong.
+    def json(self, schema: dict[str, Any] | None, param: str = "response_format") -> Matcher:
+        """What keeps an answer to the schema; None: any JSON object. param: where it came from. Raises
+        ApiError for what is too large or wrong.
         """
         try:
             import llguidance
         except ImportError:
             raise ApiError(400, "structured output needs llguidance: pip install llguidance") from None
         schema = {"type": "object"} if schema is None else schema
-        spelled = json.dumps(schema)
+        try:
+            spelled = json.dumps(schema)
+        except RecursionError:
+            raise ApiError(400, "the schema is nested too deep", param=param) from None
         if len(spelled) > MOST_SCHEMA_BYTES:
-            raise ApiError(400, f"the schema has {len(spelled)} bytes; the limit is {MOST_SCHEMA_BYTES}")
+            text = f"the schema has {len(spelled)} bytes; the limit is {MOST_SCHEMA_BYTES}"
+            raise ApiError(400, text, param=param)
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(
                 schema, overrides={"whitespace_pattern": "[ \\n]?"}
             )
             matcher = llguidance.LLMatcher(self._compiled(), grammar)
         except Exception as error:  # llguidance raises its own kinds, and ValueError
-            raise ApiError(400, f"the schema cannot be enforced: {error}", param="response_format") from error
+            raise ApiError(400, f"the schema cannot be enforced: {error}", param=param) from error
         if matcher.is_error():
             reason = matcher.get_error()
-            raise ApiError(400, f"the schema cannot be enforced: {reason}", param="response_format")
+            raise ApiError(400, f"the schema cannot be enforced: {reason}", param=param)
         return Matcher(matcher)
 
     def _compiled(self) -> Any:
@@ -61,6 +68,45 @@ class Grammars:
             if self._made is None:
                 self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
             return self._made
+
+
+def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str, Any]:
+    """The JSON that a call of one of these tools is. tools: (name, schema of its arguments); None: any
+    object. Raises RecursionError.
+    """
+    place = "#/properties/arguments" if len(tools) == 1 else "#/anyOf/{}/properties/arguments"
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                "arguments": moved(arguments or {"type": "object"}, place.format(index)),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for index, (name, arguments) in enumerate(tools)
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def moved(schema: Any, place: str, names: bool = False) -> Any:
+    """A schema for this place in another, a JSON pointer: where it names a part of its own (`$ref:
+    #/$defs/Item`, as pydantic has it), it names where that is now. names: its keys are no keywords. Raises
+    RecursionError.
+    """
+    if isinstance(schema, list):
+        return [moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {
+        key: part if not names and key in VALUES else moved(part, place, not names and key in NAMED)
+        for key, part in schema.items()
+    }
+    pointer = schema.get("$ref")
+    if not names and isinstance(pointer, str) and pointer.startswith("#"):
+        out["$ref"] = place + pointer[1:]
+    return out
 
 
 class Matcher:

@@ -7,6 +7,7 @@ one that asks of every token whether it may come, where torch.compile() raises.
 """
 
 import asyncio
+import json
 import sys
 import threading
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ import torch
 import transformers
 
 from kvclient.serve.http.app import create_app
-from kvclient.serve.http.asking import Asking
+from kvclient.serve.http.asking import Asking, tool_schema
 from kvclient.serve.http.grammar import Grammars
+from kvclient.serve.http.schema import Tool
 from kvclient.serve.scheduler import Limits, QueueFull
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -27,6 +29,55 @@ SCHEMA = {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, "required
           "additionalProperties": False}  # fmt: skip
 SHAPE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 60, "temperature": 0}
+
+
+NESTED = {  # as pydantic writes a model in a model; `enum` is a field's name, what `const` holds no schema
+    "$defs": {"Item": {"type": "object", "properties": {"k": {"enum": ["a"]}}, "required": ["k"],
+                       "additionalProperties": False}},
+    "type": "object", "required": ["enum", "again", "plain"], "additionalProperties": False,
+    "properties": {"enum": {"$ref": "#/$defs/Item"}, "again": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+                   "plain": {"const": {"$ref": "#/x"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_tools_schema_may_name_its_own_parts(home, others):
+    functions = [*[{"name": "other"}] * others, {"name": "look", "parameters": NESTED}]
+    tools = [Tool(type="function", function=function) for function in functions]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    grammars = Grammars(tokenizer, 300)
+    inner = {"enum": {"k": "a"}, "again": None, "plain": {"$ref": "#/x"}}
+    call = {"name": "look", "arguments": {**inner, "again": inner}}
+
+    def taken(call):
+        matcher = grammars.json(tool_schema(tools, "required"))._matcher
+        ids = tokenizer(json.dumps(call))["input_ids"]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert taken(call)
+    assert not taken({**call, "arguments": {**inner, "enum": {"k": "b"}}})
+
+
+@pytest.mark.parametrize(
+    ("where", "levels"), [("tools", 450), ("response_format", 450), ("response_format", 900)]
+)
+def test_a_schema_nested_too_deep_is_refused_by_name(home, where, levels):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    loop = SimpleNamespace(identity=b"", limits=Limits(), submit=full, cancel=lambda job: None)
+    app = create_app(Asking(tokenizer, "tiny", loop, 100_000, 300), "1")
+    deep = '{"items": ' * levels + "{}" + "}" * levels
+    tools = f'"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]'
+    shape = f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}'
+    asked = shape if where == "response_format" else tools + ', "tool_choice": "required"'
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], {asked}}}'
+
+    async def scenario():
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://tiny") as client:
+            told = {"content": body, "headers": {"content-type": "application/json"}}
+            return await client.post("/v1/chat/completions", **told)
+
+    answer = asyncio.run(scenario())
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, where), answer.text
 
 
 def full(job):
@@ -39,9 +90,9 @@ def test_what_a_schema_needs_is_made_on_another_thread_and_once(home, monkeypatc
     app = create_app(Asking(tokenizer, "tiny", loop, 1000, 300), "1")
     made, make = [], Grammars.json
 
-    def noted(self, schema):
+    def noted(self, *schema):
         made.append(threading.get_ident())
-        return make(self, schema)
+        return make(self, *schema)
 
     monkeypatch.setattr(Grammars, "json", noted)
 
