@@ -143,11 +143,19 @@ def _check_cache(model_kwargs: dict[str, Any]) -> None:
             _check_given(cache)
 
 
+def begun(cache: Any) -> bool:
+    """Whether a DynamicCache holds tokens, or the state behind some: with states alone it tells no length."""
+    states = (layer.has_previous_state for layer in cache.layers if isinstance(layer, STATES))
+    if any(any(kinds.values()) for kinds in states):
+        return True
+    return any(isinstance(layer, DynamicLayer) for layer in cache.layers) and cache.get_seq_length() > 0
+
+
 def _check_given(cache: Any) -> None:
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         raise Bypassed("cache_implementation", type(cache).__name__)
-    if any(isinstance(layer, DynamicLayer) for layer in cache.layers) and cache.get_seq_length():
-        raise Bypassed("user_cache", f"{cache.get_seq_length()} tokens in it")
+    if begun(cache):
+        raise Bypassed("user_cache", "not empty")
     if any(type(layer) not in (*REPLACED, *BESIDE) and not compresses(layer) for layer in cache.layers):
         raise Bypassed("cache_implementation", str({type(layer).__name__ for layer in cache.layers}))
 

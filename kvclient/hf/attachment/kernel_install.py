@@ -86,10 +86,14 @@ class Adopted:
         count_fallback(reason)
 
     def pool(self, kv: Any, device: torch.device) -> PagePool | None:
-        """The pages of an attachment to a model with such KV on that device; None if it has none."""
+        """The pages of an attachment to a model with such KV on that device; None if it has none. Raises
+        InvalidArgument where no page fits all layers."""
         if self.paged_tokens is None:
             return None
-        shape = (kv.layers, kv.heads, kv.head_dim, kv.dtype, device)
+        if len(sizes := kv.sizes) != 1:
+            what = " and ".join(f"{heads} heads of {head_dim}" for heads, head_dim in sizes)
+            raise InvalidArgument(f"paged=True: layers with K and V of {what}, where pages are of one shape")
+        shape = (kv.layers, *sizes[0], kv.dtype, device)
         if self._pool is None or self._pool.shape != shape:
             self._pool = PagePool(*shape, self.paged_tokens)
         return self._pool

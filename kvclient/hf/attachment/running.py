@@ -30,7 +30,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.errors import DeadlineExceeded
 from kvclient.hf.attachment import assisted
-from kvclient.hf.call import Report
+from kvclient.hf.call import Report, begun
 from kvclient.hf.release import NAMES
 from kvclient.hf.request.batch.row_by_row import RowByRow
 from kvclient.hf.request.continuation import Continuation, Opened
@@ -263,7 +263,7 @@ def _request(
     options = state.options if settings is local.default else settings.over(state.options)
     called = (kv.client, served, options)
     client, served, options = called if trial is None else trial.on(served)
-    made = Continuation if cache is not None and cache.get_seq_length() else kind
+    made = Continuation if cache is not None and begun(cache) else kind
     if made is Request and served.non_prefix is not None:
         made = RowByRow
     # Entries, and positions beside an indexer's keys, are counted from a row's first column, padding or not.

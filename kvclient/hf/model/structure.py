@@ -65,6 +65,15 @@ class KVShape:
         return (main and bool(self.key_dim)) or any(group.key_dim for group in real)
 
     @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The different (heads, head_dim) of layers that keep K and V, that of the most layers that need all
+        tokens first."""
+        parts = [(self.main, self.heads, self.head_dim)] if self.main != () else []
+        parts += [(group.layers, group.heads, group.head_dim) for group in self.groups]
+        real = [size for layers, *size in parts if layers is None or layers[0] < self.layers]
+        return list(dict.fromkeys((heads, head_dim) for heads, head_dim in real))
+
+    @property
     def shares(self) -> bool:
         """Whether some layer keeps nothing of its own."""
         kept = set(self.main if self.main is not None else range(self.layers))

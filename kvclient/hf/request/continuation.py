@@ -17,7 +17,6 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvclient.hf.call import Bypassed, read_prompt
-from kvclient.hf.release import CACHE
 from kvclient.hf.request.claims import Claims
 from kvclient.hf.request.request import Request
 
@@ -32,13 +31,13 @@ class Continuation(Request):
         """The first pass over what of input_ids [batch, columns] the cache does not hold; one changed since
         is Bypassed.
         """
-        cache = model_kwargs[CACHE]
-        columns = cache.get_seq_length()
+        name = self._options.cache_name
+        cache, columns = model_kwargs[name], 0
         try:
-            prompt = read_prompt(model, input_ids, {**model_kwargs, CACHE: None})
+            prompt = read_prompt(model, input_ids, {**model_kwargs, name: None})
             held = self._returned.of(cache, self._served_model.identity)
-            if held is None or not held.begins(prompt, columns):
-                raise Bypassed("user_cache", f"{columns} tokens in it")
+            if held is None or not held.begins(prompt, columns := cache.get_seq_length()):
+                raise Bypassed("user_cache", f"{columns or 'some'} tokens in it")
         except Bypassed as bypassed:
             return self._pass_by(bypassed, run)
         self._prompt = prompt

@@ -11,6 +11,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import kvclient
 import kvclient.hf
@@ -20,7 +21,8 @@ from kvclient.hf.attention import backends
 from kvclient.hf.cache.in_place import InPlaceLayer
 from kvclient.hf.connector.load import PrefixSource
 from kvclient.hf.proof import self_test
-from tests.hf.zoo import generate, known, near, prompt
+from tests.hf.census import TINY
+from tests.hf.zoo import VOCAB, generate, known, near, prompt
 
 BLOCK = 16
 
@@ -204,3 +206,15 @@ def test_a_model_from_a_file_has_the_attention_of_before(client, by):
         assert torch.equal(generate(restored, ids)[0], plain)
         assert kv.backend == attention.installed(restored)
     assert attention.installed(restored), "installed by name: not the attachment's to take off"
+
+
+def test_layers_of_two_shapes_have_no_pages(client):
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no Gemma 4")
+    other = {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    sizes = {**TINY, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    sizes |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes, **other)).eval()
+    with pytest.raises(InvalidArgument, match=r"1 heads of 16 and 2 heads of 16, .* one shape"):
+        kvclient.hf.attach(model, client, paged=True)
+    generate(model, prompt(20))  # it has the attention again that it had

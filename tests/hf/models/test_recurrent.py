@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 import kvclient
 import kvclient.hf
-from kvclient.hf.release import STATES
+from kvclient.hf.release import STATES, passing
 from tests.hf.zoo import RECURRENT, build, generate, known, near, prompt
 from tests.warm_python import run as run_warm
 
@@ -127,6 +128,31 @@ def test_padding_and_outputs_of_the_prompt_go_without_the_store(attached):
         tokens, *_ = generate(model, ids, NEW, **options)
         assert kv.last.bypassed == word
         assert torch.equal(tokens, plain)
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
+def test_a_cache_of_the_callers_is_served_while_it_is_empty(name, attached):
+    """One with states alone tells no length. Filled, it is its caller's, as without the store."""
+    model, ids = known(name), prompt(45)
+    kv = attached(model)
+    check(model, kv, ids, 0)
+
+    def answers():
+        cache = DynamicCache(config=model.config)
+        tokens, logits, _ = generate(model, ids, NEW, **passing(cache, model))
+        said.append((kv.last.reused_tokens, kv.last.bypassed))
+        tokens = torch.cat([tokens, prompt(5, seed=9)], dim=1)
+        more, more_logits, _ = generate(model, tokens, NEW, **passing(cache, model))
+        said.append((kv.last.reused_tokens, kv.last.bypassed))
+        return more, torch.cat([logits, more_logits])
+
+    said = []
+    with kv.bypass():
+        plain, plain_logits = answers()
+    del said[:]
+    tokens, logits = answers()
+    assert said == [(40, None), (0, "user_cache")]
+    assert torch.equal(tokens, plain) and near(logits, plain_logits, 1e-4)
 
 
 def test_int8_blocks_beside_states(client):
