@@ -1,6 +1,8 @@
 // What is pushed to a host: each of its connections hears all of it, a new one what is not old, and nothing that was not heard is
-// forgotten while somebody may hear it.
+// forgotten while somebody may hear it. All who sleep hear of a change.
 #include "core/store/journal.h"
+
+#include <thread>
 
 #include "tests/check.h"
 
@@ -49,6 +51,29 @@ TEST(a_connection_that_is_slow_loses_nothing_because_another_comes) {
   journal.push("b", keys);
   journal.take_for("c", 1, monotonic_ns() + kLater);
   CHECK(journal.take("b", from) == keys);
+}
+
+// Fails (it never ends) if a change wakes fewer than all who sleep.
+TEST(all_who_sleep_hear_of_a_change) {
+  Journal journal;
+  std::atomic<bool> over{false};
+  std::atomic<uint64_t> heard{0};
+  constexpr uint64_t kListeners = 8, kChanges = 200;
+  std::vector<std::jthread> listeners;
+  for (uint64_t i = 0; i < kListeners; ++i)
+    listeners.emplace_back([&] {
+      std::vector<uint64_t> marks;
+      for (uint64_t from = 0; from != kChanges;) {
+        journal.wait(from, "", 0, std::chrono::hours(1), over);
+        CHECK(journal.read(from, marks));
+        heard = std::max(heard.load(), from);
+      }
+      CHECK_EQ(marks.size(), kChanges);
+    });
+  for (uint64_t change = 1; change <= kChanges; ++change) {
+    journal.note(keys_from(change, 1)[0], true);
+    while (change % 2 && heard < change) std::this_thread::yield();
+  }
 }
 
 TEST(no_more_wait_for_a_host_than_may) {

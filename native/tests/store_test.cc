@@ -216,6 +216,34 @@ TEST(layers_are_waited_for_and_a_lost_writer_is_told) {
   check_empty_after_flush(rig);
 }
 
+// Waits of an hour: each ends by a wake, or the test never does.
+constexpr uint64_t kHourUs = 3'600'000'000;
+TEST(whichever_of_several_blocks_gets_a_layer_ends_the_wait) {
+  Rig rig(16 * kMiB, 16);
+  rig.layout = rig.store->register_layout(layout_blob(4, kPageBytes, 8));
+  std::vector<Awaited> awaited;
+  for (uint64_t i = 1; i <= 3; ++i) awaited.push_back({rig.create(i, 2).handle, 0});
+  const auto until = [&](size_t which, auto&& change) {
+    std::thread changer(change);
+    while (rig.store->layers_now(awaited[which].handle).layers == awaited[which].layers) rig.store->wait_any(awaited, kHourUs);
+    awaited[which].layers = rig.store->layers_now(awaited[which].handle).layers;
+    changer.join();
+  };
+  until(1, [&] { rig.store->mark_layer(awaited[1].handle, 2); });
+  until(2, [&] { rig.store->mark_layer(awaited[2].handle, 1); });
+  until(1, [&] { rig.seal(awaited[1].handle); });
+  rig.store->wait_any(awaited, kHourUs);  // one is sealed: there is nothing to wait for
+  awaited.erase(awaited.begin() + 1);
+  std::thread aborter([&] { rig.store->abort(rig.owner, awaited[0].handle); });
+  const auto lost = [&] {
+    for (;;) rig.store->wait_any(awaited, kHourUs);
+  };
+  CHECK(thrown(lost) == Code::BlockLost);
+  aborter.join();
+  rig.store->abort(rig.owner, awaited[1].handle);
+  check_empty_after_flush(rig);
+}
+
 TEST(scrub_computes_verifies_and_drops_what_was_flipped) {
   Rig rig(16 * kMiB, 16);
   std::vector<Granted> blocks;

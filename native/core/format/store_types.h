@@ -167,6 +167,17 @@ struct ReadJob {
   std::shared_ptr<const KnownLayout> layout;
 };
 
+struct LayersNow {  // of a block that is written, or was
+  uint32_t layers;
+  bool sealed;
+  uint64_t word;  // its progress, for who sleeps on it
+};
+
+struct Awaited {
+  Handle handle;
+  uint32_t layers;  // more than these
+};
+
 struct Deleted {  // which files must go: those of deleted blocks, or all
   std::vector<Key> keys;
   bool all = false;

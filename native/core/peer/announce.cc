@@ -50,17 +50,20 @@ void announce(Store& store, Channel& channel, uint32_t request, const std::strin
   Journal& journal = store.journal();
   Listening listening(journal, taker);
   std::vector<uint64_t> changes;
-  uint64_t from = journal.head();
+  uint64_t from = journal.head();  // what changes while the table is read is told behind what was read of it
+  const auto read_changes = [&] {
+    changes.clear();
+    if (!journal.read(from, changes)) throw Broken(Broken::Why::Gone, "more changed than can be told: it connects anew");
+  };
   bool whole = false;  // all was told once
   for (uint64_t told_ns = monotonic_ns(); !over.load();) {
     const std::vector<Key> pushed = journal.take(taker, listening.taken);  // first: what was put before it is told before it
-    if (!whole) {
-      from = journal.head();  // what changes while the table is read is told behind it
-      for (uint32_t record = 0; record < store.options().max_blocks && !over.load();)
-        put_marks(channel, request, store.held_marks(record, kRecordsAtOnce), false);
+    for (uint32_t record = 0; !whole && record < store.options().max_blocks && !over.load();) {
+      put_marks(channel, request, store.held_marks(record, kRecordsAtOnce), false);
+      read_changes();
+      if (!changes.empty()) put_marks(channel, request, changes, false);
     }
-    changes.clear();
-    if (!journal.read(from, changes)) throw Broken(Broken::Why::Gone, "more changed than can be told: it connects anew");
+    read_changes();
     if (!whole || !changes.empty() || monotonic_ns() - told_ns > uint64_t{kHoldsMs} * 1'000'000) {
       put_marks(channel, request, changes, true);
       told_ns = monotonic_ns(), whole = true;

@@ -11,11 +11,11 @@
 
 namespace kv::peer {
 namespace {
-constexpr uint32_t kSliceMs = 20;         // between two looks whether the other end is still there
+constexpr uint64_t kSliceUs = 20'000;     // between two looks whether the other end is still there
 constexpr uint64_t kSignOfLifeMs = 500;   // of kStallMs
 constexpr uint64_t kLongestMs = 120'000;  // for which the next layer of blocks that nobody finishes is waited for
 constexpr uint64_t kLoadMs = 5000;        // for which one that lies on disk, or has no turn, is waited for
-constexpr timespec kLoadLook{0, 500'000};
+constexpr uint64_t kLoadLookUs = 500;     // of which nobody says that it has come
 }  // namespace
 
 struct BlockSender::Block {
@@ -65,17 +65,23 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
     if (!first) return sent_;
     if (channel_.hung_up()) throw Broken(Broken::Why::Gone, "it hung up");
     if (now_ms - moved_ms > kLongestMs) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
-    if (!let_go) wait_for(store_, *first);
+    if (!let_go) wait_for_more(blocks);
   }
 }
 
-void BlockSender::wait_for(Store& store, const Block& block) {
-  if (!block.job) {
-    ::nanosleep(&kLoadLook, nullptr);
-    return;
+// For a moment at most.
+void BlockSender::wait_for_more(const std::list<Block>& blocks) {
+  std::vector<Awaited> awaited;
+  uint64_t most_us = kSliceUs;
+  for (const Block& block : blocks) {
+    if (block.done) continue;
+    if (block.job)
+      awaited.push_back({block.job->handle, block.layers_sent});
+    else
+      most_us = kLoadLookUs;
   }
   try {
-    store.wait_layers(block.job->handle, block.layers_sent + 1, kSliceMs);
+    store_.wait_any(awaited, most_us);
   } catch (const Error&) {
     // advance() says so.
   }
@@ -99,7 +105,7 @@ bool BlockSender::has_time(uint64_t& until_ms) {
 bool BlockSender::has_no_more(const Block& block) const {
   if (!from_ || !block.job->fetched || block.job->sealed) return false;
   try {
-    return store_.wait_layers(block.job->handle, 0, 0) <= from_;
+    return store_.layers_now(block.job->handle).layers <= from_;
   } catch (const Error&) {
     return true;  // it is lost
   }
@@ -166,8 +172,7 @@ bool BlockSender::advance(Block& block) {
 bool BlockSender::send_ready(Block& block) {
   check_pool();
   const uint32_t layers = block.layout->num_layers();
-  const bool sealed = block.job->sealed || store_.is_sealed(block.job->handle);
-  const uint32_t ready = block.job->sealed ? layers : store_.wait_layers(block.job->handle, 0, 0);
+  const auto [ready, sealed, word] = block.job->sealed ? LayersNow{layers, true, 0} : store_.layers_now(block.job->handle);
   if (ready > block.layers_sent && !block.meta_sent) send_meta(block);
   for (; block.layers_sent < ready; ++block.layers_sent) send_layer(block, block.layers_sent);
   if (!sealed || ready < layers) return false;

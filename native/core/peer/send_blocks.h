@@ -35,7 +35,7 @@ class BlockSender {
   static bool has_time(uint64_t& until_ms);
   bool has_no_more(const Block& block) const;
   void refer(Block& block, const std::vector<std::string>& instead);
-  static void wait_for(Store& store, const Block& block);
+  void wait_for_more(const std::list<Block>& blocks);
   bool advance(Block& block);
   bool send_ready(Block& block);
   uint32_t sum_of(std::span<const std::byte> bytes) const;

@@ -41,7 +41,7 @@ class Journal {
   void note(const Key& key, bool held) {
     std::lock_guard lock(mutex_);
     ring_[head_++ % kEntries] = mark_of(key, held);
-    if (waiting_) changed_.notify_all();
+    if (std::exchange(asleep_, false)) changed_.notify_one();  // which wakes the others
   }
 
   uint64_t head() const {
@@ -66,9 +66,13 @@ class Journal {
       const auto taker = takers_.find(node);
       return taker != takers_.end() && taker->second.end() > taken;
     };
-    waiting_ += 1;
-    changed_.wait_for(lock, most, [&] { return head_ != from || over.load() || pushed(); });
-    waiting_ -= 1;
+    const auto until = std::chrono::steady_clock::now() + most;
+    bool in_time = true;
+    while (in_time && head_ == from && !over.load() && !pushed()) {
+      asleep_ = true;
+      in_time = changed_.wait_until(lock, until) == std::cv_status::no_timeout;
+    }
+    if (head_ != from) changed_.notify_all();
   }
   void wake() {
     std::lock_guard lock(mutex_);
@@ -130,7 +134,7 @@ class Journal {
   std::atomic<int> listeners_{0};
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  uint32_t waiting_ = 0;
+  bool asleep_ = false;  // somebody may be, whom nobody has woken
   uint64_t head_ = 0;
   std::array<uint64_t, kEntries> ring_{};
   std::map<std::string, Taker> takers_;  // by node

@@ -103,6 +103,8 @@ class Store {
   std::vector<uint8_t> await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms);
   // Until so many layers of a block are written. How many are: fewer after the time. Throws BlockLost, InvalidArgument: no block.
   uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
+  // Until one of them (128 at most) has more, or its seal; a moment sooner at times. Throws BlockLost, InvalidArgument.
+  void wait_any(std::span<const Awaited> blocks, uint64_t timeout_us);
   // Throws BlockLost if it is not open, InvalidArgument beyond its end, Fenced if the pool's memory is gone.
   void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
   ScrubResult scrub(uint32_t from, uint64_t limit_bytes);  // from a record on; each caller goes through all by itself
@@ -136,7 +138,7 @@ class Store {
   std::vector<Presence> promote(std::span<const Key> keys, uint32_t priority);  // has them brought by what lies below, or a peer
   std::optional<ReadJob> begin_read(const Key& key, bool* crowded = nullptr);   // `crowded`: peers hold all they may
   void end_read(Handle handle);                                                 // its memory may go
-  bool is_sealed(Handle handle) const;                                          // and is still that block
+  LayersNow layers_now(Handle handle);                                          // throws BlockLost, InvalidArgument: no block
   size_t push(const std::string& node, std::span<const Key> keys);     // for so many. Throws InvalidArgument, Unavailable
   Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts
   std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
@@ -275,8 +277,7 @@ class Store {
   Tried try_victims(std::optional<uint64_t> size_class, size_t count, size_t wanted, bool any) REQUIRES(mutex_);
   std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit)
       REQUIRES(mutex_);
-  void leave_queue(uint32_t record) REQUIRES(mutex_);
-  void to_zombie(uint32_t record, Event event) REQUIRES(mutex_);
+  void leave_queue(uint32_t record) REQUIRES(mutex_), to_zombie(uint32_t record, Event event) REQUIRES(mutex_);
   void free_zombie(uint32_t record) REQUIRES(mutex_);
   template <class F>  // f(session or 0, record, generation, most pages): each_pin.h
   void each_pin_of(F&& f) REQUIRES(mutex_);
@@ -308,10 +309,9 @@ class Store {
   std::map<uint32_t, PinsNamed> held_by_each(uint32_t first = 0, uint32_t last = ~0u) REQUIRES(mutex_);  // session. In slices
   bool look_after_terms() REQUIRES(mutex_);
   // store_pins.cc
-  void scan_zombies(bool all = false) REQUIRES(mutex_);
+  void scan_zombies(bool all = false) REQUIRES(mutex_), look_at_pins() REQUIRES(mutex_);
   uint64_t releases() const REQUIRES(mutex_);
   uint64_t pin_words() const REQUIRES(mutex_);
-  void look_at_pins() REQUIRES(mutex_);
   bool worth_a_scan(uint64_t before, uint64_t now) const REQUIRES(mutex_);
   std::vector<uint32_t> held_among(std::span<const uint32_t> records) REQUIRES(mutex_);
   std::vector<uint32_t> fresh_records() REQUIRES(mutex_);
@@ -360,7 +360,7 @@ class Store {
   Index index_;
   std::atomic<uint64_t>* progress_ = nullptr;
   Stream puts_{500'000};                   // puts of 1 MiB at the speed of memory are 50 to 250 µs apart
-  std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers
+  std::atomic<uint32_t> waiting_here_{0};  // threads of this process in wait_layers, wait_any
   LeftSessions left_;                      // of clients; changed under the lock
   BuriedSessions buried_;
   std::atomic<LowerTier*> lower_{nullptr};

@@ -16,6 +16,18 @@ namespace kv {
 namespace {
 constexpr uint64_t kPiece = 1ull << 20;
 constexpr uint64_t kSuspectBytesPerS = 64ull << 20;
+constexpr uint64_t kLookUs = 1000;  // at several blocks, where the kernel cannot wait for them together
+
+struct WaitingHere {  // counted before the last look at the record, as in a client's page
+  explicit WaitingHere(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1), fence_full(); }
+  ~WaitingHere() { count.fetch_sub(1); }
+  std::atomic<uint32_t>& count;
+};
+
+timespec in_us(uint64_t us) {
+  const uint64_t end_ns = monotonic_ns() + us * 1000;
+  return {static_cast<time_t>(end_ns / 1'000'000'000), static_cast<long>(end_ns % 1'000'000'000)};
+}
 }  // namespace
 
 // Holds a block against reuse while the daemon itself reads it, outside the lock: lets go of it and takes it again.
@@ -91,38 +103,43 @@ std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offse
   return out;
 }
 
-uint32_t Store::wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms) {
-  timespec deadline;
-  ::clock_gettime(CLOCK_MONOTONIC, &deadline);
-  const uint64_t end_ns =
-      static_cast<uint64_t>(deadline.tv_sec) * 1'000'000'000 + deadline.tv_nsec + uint64_t{timeout_ms} * 1'000'000;
-  deadline = {static_cast<time_t>(end_ns / 1'000'000'000), static_cast<long>(end_ns % 1'000'000'000)};
+// The word before the record: what changes behind that load wakes who sleeps on it. The record decides, the word only hints.
+LayersNow Store::layers_now(Handle handle) {
   if (handle.record >= index_.max_blocks()) throw Error(Code::InvalidArgument, "no such block");
-  const std::atomic<uint64_t>& progress = progress_[handle.record];
-  struct Waiting {  // counted before the last look at the record, as in a client's page
-    explicit Waiting(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1), fence_full(); }
-    ~Waiting() { count.fetch_sub(1); }
-    std::atomic<uint32_t>& count;
-  } waiting(waiting_here_);
+  const uint64_t word = progress_[handle.record].load(std::memory_order_acquire);
+  const Entry entry(*this);
+  const Control now = control(handle.record);
+  if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed))
+    throw Error(Code::BlockLost, "its writer gave the block up");
+  const uint32_t limit = layout_of(shape_of(handle.record).layout).num_layers();
+  const bool sealed = now.state() == State::Sealed;
+  const uint32_t ready = progress_generation(word) == handle.generation ? std::min(progress_layers(word), limit) : 0;
+  return {sealed ? limit : ready, sealed, word};
+}
+
+uint32_t Store::wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms) {
+  const timespec deadline = in_us(uint64_t{timeout_ms} * 1000);
+  const WaitingHere waiting(waiting_here_);
   for (;;) {
-    // The word before the record: what changes behind this load wakes the wait below. The record decides, the word only hints.
-    const uint64_t word = progress.load(std::memory_order_acquire);
-    uint32_t limit;
-    {
-      const Entry entry(*this);
-      const Control now = control(handle.record);
-      if (now.generation() != handle.generation || (now.state() != State::Created && now.state() != State::Sealed))
-        throw Error(Code::BlockLost, "its writer gave the block up");
-      limit = layout_of(shape_of(handle.record).layout).num_layers();
-      if (now.state() == State::Sealed) return limit;
-    }
-    const uint32_t ready = progress_generation(word) == handle.generation ? std::min(progress_layers(word), limit) : 0;
-    timespec now;
-    ::clock_gettime(CLOCK_MONOTONIC, &now);
-    const uint64_t now_ns = static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-    if (ready >= layers || now_ns >= end_ns) return ready;
-    futex_wait(progress, static_cast<uint32_t>(word), deadline);
+    const LayersNow now = layers_now(handle);
+    if (now.sealed || now.layers >= layers || passed(deadline)) return now.layers;
+    futex_wait(progress_[handle.record], static_cast<uint32_t>(now.word), deadline);
   }
+}
+
+void Store::wait_any(std::span<const Awaited> blocks, uint64_t timeout_us) {
+  const timespec deadline = in_us(timeout_us);
+  const WaitingHere waiting(waiting_here_);
+  std::vector<FutexWord> words;
+  words.reserve(blocks.size());
+  for (const Awaited& block : blocks) {
+    const LayersNow now = layers_now(block.handle);
+    if (now.sealed || now.layers > block.layers) return;
+    words.push_back({static_cast<uint32_t>(now.word), reinterpret_cast<uint64_t>(futex_word(progress_[block.handle.record]))});
+  }
+  if (!words.empty() && futex_wait_any(words, deadline)) return;
+  const timespec soon = in_us(words.empty() ? timeout_us : std::min(timeout_us, kLookUs));
+  ::clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &soon, nullptr);
 }
 
 void Store::write(Handle handle, uint64_t offset, std::span<const uint8_t> data) {

@@ -102,9 +102,4 @@ size_t Store::push(const std::string& node, std::span<const Key> keys) {
                                      "; those that do now: " + (takers.empty() ? "none" : takers));
 }
 
-bool Store::is_sealed(Handle handle) const {
-  const Control now = control(handle.record);
-  return now.generation() == handle.generation && now.state() == State::Sealed;
-}
-
 }  // namespace kv
