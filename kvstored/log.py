@@ -72,7 +72,7 @@ def _write(level: str, event: str, fields: dict[str, object]) -> None:
             os.write(stream, data)  # one call, so that lines of several processes never mix
             _lost = 0
         except (OSError, ValueError, AttributeError):
-            pass  # a log that cannot be written must not stop the store
+            _lost += 1  # a log that cannot be written must not stop the store
 
 
 def debug(event: str, **fields: object) -> None:

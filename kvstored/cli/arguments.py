@@ -38,7 +38,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 class Parser(argparse.ArgumentParser):
     """argparse's, with nearer words. A command's parser says itself what it does not know: otherwise the
-    usage shown would be the whole program's."""
+    usage shown would be the whole program's. A flag is written whole: a part of one may be another's
+    tomorrow."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)

@@ -130,7 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
                 if not arguments.json:
                     print(summary(results[-1]))
     except OSError as error:
-        return complain(f"{error.filename}: {error.strerror}", Exit.USAGE, arguments)
+        if error.filename is None:
+            raise  # of our output, which main() tells
+        return complain(f"{error.filename!r}: {error.strerror}", Exit.USAGE, arguments)
     except StoreError as error:
         return complain(str(error), Exit.REFUSED, arguments)
     if advised := advice():

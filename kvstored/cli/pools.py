@@ -20,6 +20,11 @@ from kvstored.tiers import pool_list
 
 def run(arguments: argparse.Namespace) -> int:
     places = [os.path.abspath(arguments.pool_dir)] if arguments.pool_dir else []
+    try:
+        for place in places:  # what cannot be listed would look as if nothing lay there
+            os.listdir(place)
+    except OSError as error:
+        return complain(f"--pool-dir: {error.filename}: {error.strerror}", Exit.USAGE, arguments)
     found = pool_list.pools(places, arguments.prefixes)
     if missing := sorted(set(arguments.prefixes) - {pool.prefix for pool in found}):
         return complain(f"no such pool: {', '.join(missing)}", Exit.NO, arguments)

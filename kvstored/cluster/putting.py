@@ -169,7 +169,7 @@ class Putter:
             except Broken as error:
                 self.begin_again()
                 self._postponed[space, key] = self._now() + POSTPONED_S
-                log.warning("fabric_block_postponed", key=key.hex(), why=f"{error!r:.200}")
+                log.warning("fabric_block_postponed", namespace=space, why=f"{error!r:.200}")
         return blocks
 
     def _fetched(self, stream: Stream, keys: list[bytes]) -> dict[bytes, list[Frame]]:

@@ -88,7 +88,9 @@ def path(value: Any) -> str:
 
 
 def directories(value: Any) -> tuple[str, ...]:
-    listed = [part for part in value.split(",") if part] if isinstance(value, str) else value
+    listed = value
+    if isinstance(value, str):
+        listed = [part for entry in value.split(",") if (part := entry.strip())]
     if not isinstance(listed, (list, tuple)):
         raise ValueError("a list of directories is wanted")
     found = tuple(path(text) for text in listed)

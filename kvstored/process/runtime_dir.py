@@ -37,6 +37,8 @@ def prepare(path: str, what: str = "runtime directory") -> bool:
     except OSError as error:
         raise StartupError(f"{what} {path!r}: {error.strerror}") from error
     found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        raise StartupError(f"{what} {path!r} is a symbolic link: name {os.path.realpath(path)!r} itself")
     if not stat.S_ISDIR(found.st_mode):
         raise StartupError(f"{what} {path!r} is no directory")
     if found.st_uid != os.geteuid():

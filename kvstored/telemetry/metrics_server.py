@@ -106,15 +106,16 @@ class MetricsServer:
             return "400 Bad Request", f"a request of at most {MAX_REQUEST_BYTES} bytes is wanted\n"
         if words[0] != "GET":
             return "405 Method Not Allowed", "GET only\n"
-        if words[1] == "/metrics" and not self._admitted(head or []):
+        path = words[1].partition("?")[0]
+        if path == "/metrics" and not self._admitted(head or []):
             return "401 Unauthorized", "the token of metrics_token_file is wanted\n"
         try:
-            if words[1] == "/metrics":
+            if path == "/metrics":
                 return "200 OK", await self._metrics()
-            if words[1] == "/healthz":
+            if path == "/healthz":
                 serving = await self._healthy()
                 return ("200 OK", "serving\n") if serving else ("503 Service Unavailable", "not serving\n")
-        except RuntimeError as error:  # the machine has no thread for it; or a bug, which the log then has
-            log.error("scrape_failed", path=words[1], error=f"{type(error).__name__}: {error}")
+        except Exception as error:  # no thread or descriptor is left; or a bug: a scrape says so, and the log
+            log.error("scrape_failed", path=path, error=f"{type(error).__name__}: {error}")
             return "500 Internal Server Error", "the daemon's log has why\n"
         return "404 Not Found", "/metrics and /healthz only\n"

@@ -163,6 +163,8 @@ class Tiers:
             for tier in self._tiers.values():
                 tier.answered.wait(max(0.0, end - time.monotonic()))
                 for error in tier.errors.values():
+                    if isinstance(error, StartupError):  # it says of which disk
+                        raise error
                     raise StartupError(f"disk: {error}") from error
         except StoreError as error:
             self.close()

@@ -183,8 +183,9 @@ class Segments:
         return self._pools[namespace]
 
     def give_up(self, discard: bool) -> None:
-        """Leaves them for the next daemon, or with `discard` removes them."""
-        if discard or not self.kept:
+        """Leaves them for the next daemon, or removes them: with `discard`, and where no daemon would find
+        them, because the runtime directory is gone."""
+        if discard or not self.kept or not os.path.isdir(os.path.dirname(self._path)):
             return self.discard()
         held = (self._placed(pool.place).held_bytes(pool.prefix).values() for pool in self._pools.values())
         if kept_bytes := sum(map(sum, held)):

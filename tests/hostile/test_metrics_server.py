@@ -6,6 +6,7 @@ Method: the server over asyncio, many more idle connections than it bears, and r
 
 import asyncio
 import contextlib
+import errno
 import socket
 
 import pytest
@@ -16,22 +17,25 @@ WAIT_S = 60
 TOKEN = "Schlüssel"
 
 
-async def asked(port, head=b""):
+async def asked(port, head=b"", path=b"/metrics"):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.closing(writer):
-        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n")
+        writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n")
         answer = await asyncio.wait_for(reader.read(-1), WAIT_S)
     return int(answer.split(b" ")[1])
 
 
 @contextlib.asynccontextmanager
-async def serving(token="", held=None, all_are=None):
-    """The port. held: what each answer waits for; all_are: set when as many wait as may."""
+async def serving(token="", held=None, all_are=None, error=None):
+    """The port. held: what each answer waits for; all_are: set when as many wait as may; error: raised by
+    each."""
     asking = 0
 
     async def text():
         nonlocal asking
         asking += 1
+        if error is not None:
+            raise error
         if held is not None:
             if asking == MAX_CONNECTIONS:
                 all_are.set()
@@ -88,5 +92,24 @@ def test_the_token_is_compared_as_bytes(shown, status):
     async def scenario():
         async with serving(TOKEN) as port:
             assert await asked(port, b"Authorization: " + shown + b"\r\n") == status
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "no descriptor"), KeyError("x"), RuntimeError("x")])
+def test_what_cannot_be_scraped_says_so_and_the_log_why(error, capfd):
+    async def scenario():
+        async with serving(error=error) as port:
+            assert await asked(port) == 500
+
+    asyncio.run(scenario())
+    assert "scrape_failed path=/metrics error=" in capfd.readouterr().err
+
+
+def test_a_scraper_may_send_parameters():
+    async def scenario():
+        async with serving() as port:
+            assert await asked(port, path=b"/metrics?name%5B%5D=x") == 200
+            assert await asked(port, path=b"/metricsx") == 404
 
     asyncio.run(scenario())

@@ -100,6 +100,19 @@ def test_an_unknown_pool_is_an_answer_no(capsys):
     assert "no such pool" in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_listed_is_no_empty_one(tmp_path, capsys):
+    assert main(["pools", "--pool-dir", str(tmp_path / "none")]) == Exit.USAGE
+    assert f"--pool-dir: {tmp_path / 'none'}: No such file" in capsys.readouterr().err
+
+
+def test_a_daemon_whose_directory_was_removed_leaves_no_pool(daemon):
+    kvstored = daemon(memory="64MiB")
+    prefix = prefix_of(kvstored)
+    shutil.rmtree(kvstored.dir)
+    kvstored.process.terminate()
+    assert kvstored.process.wait(60) == 0 and files(prefix) == []
+
+
 def test_stop_says_what_stays_and_frees_it_if_asked(daemon, capsys):
     kvstored = daemon(memory="64MiB")
     prefix = prefix_of(kvstored)
@@ -162,6 +175,7 @@ def test_a_start_that_fails_leaves_no_pool(tmp_path, wrong, discard):
             cwd=ROOT, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == Exit.CANNOT_START, done.stderr
+    assert "disk: disk" not in done.stderr
     mine = {row.prefix for row in pool_list.pools() if row.home == str(tmp_path / "r")}
     assert not mine and not (tmp_path / "r/state.json").exists()
 

@@ -189,7 +189,7 @@ def test_what_has_no_name_left_is_not_fetched(two):
     assert daemon.fetched == 0
 
 
-def test_what_breaks_the_stream_holds_up_nothing_else(two):
+def test_what_breaks_the_stream_holds_up_nothing_else(two, capfd):
     daemon, hosts, putter = two
     fresh = daemon.listed[10:20]
     daemon.listed = daemon.listed[:10]
@@ -204,6 +204,8 @@ def test_what_breaks_the_stream_holds_up_nothing_else(two):
     fetched, putter._later = daemon.fetched, set()
     putter.round()
     assert daemon.fetched == fetched, "they are postponed"
+    logged = capfd.readouterr().err
+    assert "fabric_block_postponed" in logged and new.hex() not in logged, "the log has no key"
     daemon.breaks, hosts.now = set(), hosts.now + putting.POSTPONED_S
     assert all_put(putter, hosts, daemon.listed) and putter.short == 0
 

@@ -107,6 +107,7 @@ def test_wrong_arguments_end_with_2(arguments, capsys):
         (["gc"], "the nearest is pools", "usage: kvstored [-h]"),
         (["stop", "now"], "one argument too many: 'now'", "usage: kvstored stop "),
         (["completion", "bsh"], "the nearest is bash", "usage: kvstored completion "),
+        (["stop", "--disc"], "the nearest is --discard", "usage: kvstored stop "),
     ],
 )
 def test_what_is_mistyped_is_told_with_the_nearest_and_the_usage_that_was_meant(
@@ -350,7 +351,9 @@ def test_progress_never_leaves_its_bar():
         assert len(render.progress_line(done, whole).split("]")[0]) == 31
 
 
-@pytest.mark.parametrize("arguments", [("completion", "bash"), ("serve", "--print-config")])
+@pytest.mark.parametrize(
+    "arguments", [("completion", "bash"), ("serve", "--print-config"), ("fsck", "tests/golden")]
+)
 def test_output_that_cannot_be_written_is_one_line_and_no_answer(arguments, tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -223,6 +223,13 @@ def test_what_nobody_claimed_of_the_disk_is_divided_as_the_memory_is():
     assert config.disk == ("/tmp/d", "/tmp/e")
 
 
+def test_a_blank_behind_a_comma_is_no_part_of_a_directory():
+    flags = {"disk": " /tmp/d, /tmp/e ,", "disk_quota": "100MiB"}
+    assert load(flags, {"KVSTORED_DIR": "/tmp/x"}).config.disk == ("/tmp/d", "/tmp/e")
+    named = {"disk": ["/tmp/ d"], "disk_quota": "100MiB"}  # in a file a name is what it is
+    assert load(named, {"KVSTORED_DIR": "/tmp/x"}).config.disk == ("/tmp/ d",)
+
+
 def test_entries_show_each_namespace_as_the_file_would_say_it(tmp_path):
     found = loaded(file=write(tmp_path, TABLES))
     values = {entry["name"]: (entry["value"], entry["source"]) for entry in found.entries()}

@@ -59,6 +59,16 @@ def test_a_line_is_no_longer_than_what_a_pipe_takes_whole(pipe):
     assert len(line) + 1 == log.MAX_LINE_BYTES
 
 
+def test_a_line_that_could_not_be_written_is_counted_too(pipe, monkeypatch):
+    with open("/dev/full", "wb") as full:
+        monkeypatch.setattr(log.sys, "stderr", full)
+        log.info("lost")
+    log.info("lost")  # of a closed one
+    monkeypatch.undo()
+    assert log._lost == 2
+    monkeypatch.setattr(log, "_lost", 0)
+
+
 def test_the_journal_is_known_by_its_stream(monkeypatch):
     found = os.fstat(2)
     for value, known in ((f"{found.st_dev}:{found.st_ino}", True), ("1:1", False), ("", False)):
