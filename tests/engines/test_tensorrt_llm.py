@@ -94,32 +94,37 @@ class Engine:
         generator = torch.Generator().manual_seed(hash((rank, tuple(tokens))) % 2**31)
         return torch.randn((3, 2, 16), generator=generator)
 
-    def run(self, tokens, **change):
-        """How many tokens were loaded; raises if a block's KV is not that of its tokens."""
+    def run(self, tokens, asked_before=(), had=0, **change):
+        """How many tokens were loaded; raises if a block's KV is not that of its tokens. `had`: tokens that
+        the engine has in its own cache; `asked_before`: what it said of them when there was no room yet."""
         self.requests += 1
         request = types.SimpleNamespace(
             request_id=self.requests, cache_salt=None, get_tokens=lambda beam: tokens, **change
         )
-        matched, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        for earlier in asked_before:
+            self.scheduler.get_num_new_matched_tokens(request, earlier)
+        matched, is_async = self.scheduler.get_num_new_matched_tokens(request, had)
         assert not is_async
         count = -(-len(tokens) // TOKENS)
         blocks = [(self.next_block + i) % 60 for i in range(count)]
         self.next_block += count
         self.scheduler.update_state_after_alloc(request, blocks)
         data = types.SimpleNamespace(
-            request_id=request.request_id, new_tokens=tokens, new_block_ids=blocks, computed_position=0,
-            num_scheduled_tokens=len(tokens) - matched, cache_salt=request.cache_salt,
+            request_id=request.request_id, new_tokens=tokens, new_block_ids=blocks, computed_position=had,
+            num_scheduled_tokens=len(tokens) - matched - had, cache_salt=request.cache_salt,
         )  # fmt: skip
         output = types.SimpleNamespace(new_requests=[data], cached_requests=[])
         step = self.scheduler.build_connector_meta(output)
         for rank, worker in enumerate(self.workers):
             worker.bind_connector_meta(step)
+            for i, block in enumerate(blocks[: had // TOKENS]):
+                self.pools[rank][block] = self.truth(rank, tokens[: (i + 1) * TOKENS])
             worker.start_load_kv(Stream())
             for layer in range(3):
                 worker.wait_for_layer_load(layer, Stream())
                 for i, block in enumerate(blocks):
                     whole = tokens[: (i + 1) * TOKENS]
-                    if (i + 1) * TOKENS <= matched:
+                    if (i + 1) * TOKENS <= had + matched:
                         assert torch.equal(self.pools[rank][block, layer], self.truth(rank, whole)[layer])
                     else:
                         self.pools[rank][block, layer] = self.truth(rank, whole)[layer]
@@ -173,6 +178,40 @@ def test_what_differs_misses(daemon, adapter, monkeypatch):
         assert Engine(adapter, monkeypatch, kvstored.dir).run(PROMPT) == 0
     assert Engine(adapter, monkeypatch, kvstored.dir, ranks=2).run(PROMPT) == 0
     assert Engine(adapter, monkeypatch, kvstored.dir).run(PROMPT) == 40
+
+
+def test_a_request_that_is_asked_of_again_holds_only_what_was_promised_last(daemon, adapter, monkeypatch):
+    kvstored = daemon()
+    first, second = (Engine(adapter, monkeypatch, kvstored.dir) for _ in range(2))
+    stats = kvstored.connect().stats
+    first.run(PROMPT)
+    assert second.run(PROMPT, asked_before=[0, 0, 16]) == 40
+    assert stats()["pins"] == 0
+    again = types.SimpleNamespace(request_id=99, cache_salt=None, get_tokens=lambda beam: PROMPT)
+    for had, pins in ((0, 5), (24, 2), (40, 0), (0, 5)):
+        second.scheduler.get_num_new_matched_tokens(again, had)
+        assert stats()["pins"] == pins, had
+    second.scheduler.request_finished(again, [])
+    assert stats()["pins"] == 0
+
+
+def test_what_was_promised_before_is_not_loaded_nor_counted_as_computed(daemon, adapter, monkeypatch):
+    """Else blocks that no step has computed yet would be stored as if they were right."""
+    kvstored = daemon()
+    first, second = (Engine(adapter, monkeypatch, kvstored.dir) for _ in range(2))
+    first.run(PROMPT[:24])
+    request = types.SimpleNamespace(request_id=1, cache_salt=None, get_tokens=lambda beam: PROMPT)
+    assert second.scheduler.get_num_new_matched_tokens(request, 0) == (24, False)
+    assert second.scheduler.get_num_new_matched_tokens(request, 24) == (0, False)  # it has them by now
+    data = types.SimpleNamespace(
+        request_id=1, new_tokens=PROMPT, new_block_ids=[0, 1, 2, 3, 4, 5], computed_position=24,
+        num_scheduled_tokens=8, cache_salt=None,
+    )  # fmt: skip
+    step = second.scheduler.build_connector_meta(
+        types.SimpleNamespace(new_requests=[data], cached_requests=[])
+    )
+    assert step.loads == []
+    assert [save.block_ids for save in step.saves] == [[0, 1, 2, 3]]
 
 
 def test_a_request_with_an_adapter_is_not_saved(daemon, adapter, monkeypatch):

@@ -70,19 +70,29 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
         return kvclient.chain(identity, tokens[: count * size], block_tokens=size).keys if count > 0 else []
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """May be asked again of a request that found no room: what was promised before is void then, and its
+        pins go once those of this answer are held."""
+        self._promised.pop(request.request_id, None)
+        before = self._held.pop(request.request_id, [])
+        count = self._matched(request, num_computed_tokens)
+        self._leases.used(before)
+        return count * self._common.block_tokens, False
+
+    def _matched(self, request: Any, num_computed_tokens: int) -> int:
+        """Blocks behind those that are computed."""
         size = self._common.block_tokens
         if not _shared(request):
             self._alone.add(request.request_id)
-            return 0, False
+            return 0
         tokens = list(request.get_tokens(0))
         first, last = num_computed_tokens // size, (len(tokens) - 1) // size
         if num_computed_tokens % size or last <= first:
-            return 0, False
+            return 0
         keys = self._keys(tokens, request.cache_salt, last)[first:]
         count = self._pinned(request.request_id, keys)
         if count:
             self._promised[request.request_id] = (first, count)
-        return count * size, False
+        return count
 
     def _pinned(self, request_id: int, keys: list[bytes]) -> int:
         """How many leading blocks are pinned, of every rank."""
