@@ -19,14 +19,24 @@ from vllm import envs
 
 from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
-from kvclient.integrations.arguments import plain
+from kvclient.integrations.arguments import counted, fields_of, plain
 from kvclient.integrations.checkpoint import checkpoint_digest, located
 from kvclient.integrations.vllm.adapters import Adapters
 
-VERSION = 3  # of the bytes that the worker writes, of this list and of how a key is made
+VERSION = 4  # of the bytes that the worker writes, of this list and of how a key is made
 KEY_BYTES = 32
 PLACES = ("_name_or_path", "name_or_path")
 REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
+# Kinds of positions and of models that vLLM computes otherwise where max_model_len is above their bound.
+LENGTH_COUNTS = ("longrope", "su", "llama4", "llama4_text")
+# Of MultiModalConfig what has no effect on the KV of what a request's hashes name.
+QUIET_OF_MEDIA = (
+    "language_model_only", "limit_per_prompt", "enable_mm_embeds", "mm_processor_cache_gb",
+    "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_hasher_algorithm", "mm_encoder_only",
+    "interleave_mm_strings", "skip_mm_profiling", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb",
+    "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin", "mm_processor_device",
+    "allow_missing_mm_embeddings",
+)  # fmt: skip
 
 
 def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
@@ -59,7 +69,10 @@ def engine_fields(config: Any) -> dict[str, Any]:
     return {
         "config": hashlib.sha256(_canonical(_without_places(model.hf_config.to_dict()))).hexdigest(),
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
+        "quantization": [str(model.quantization), plain("quantization_config", model.quantization_config)],
+        "classes": plain("model_class_overrides", model.model_class_overrides),
+        "length": _length(model),
+        "media": _media(model.multimodal_config),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "skipped_layers": sorted(config.cache_config.kv_cache_dtype_skip_layers),
         "attention": plain("attention_config", config.attention_config),
@@ -68,6 +81,26 @@ def engine_fields(config: Any) -> dict[str, Any]:
         "device": str(config.device_config.device_type),
         "hash": [_hash_algorithm(config), os.environ.get("PYTHONHASHSEED", "")],
     }
+
+
+def _length(model: Any) -> list[Any] | None:
+    """What decides how positions are computed, of a model where the longest request does."""
+    if not _kinds(model.hf_config.to_dict()).intersection(LENGTH_COUNTS):
+        return None
+    return [model.max_model_len, plain("override_generation_config", model.override_generation_config)]
+
+
+def _kinds(value: Any) -> set[str]:
+    """All that a configuration calls a kind of something."""
+    if isinstance(value, dict):
+        found = {str(value[name]) for name in ("rope_type", "type", "model_type") if name in value}
+        return found.union(*map(_kinds, value.values()))
+    return set().union(*map(_kinds, value)) if isinstance(value, list) else set()
+
+
+def _media(config: Any) -> dict[str, Any] | None:
+    """How media become embeddings, apart from what a request says of it, which is in vLLM's hashes."""
+    return None if config is None else counted(fields_of(config) or vars(config), QUIET_OF_MEDIA)
 
 
 def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:

@@ -35,7 +35,7 @@ from kvclient.integrations.vllm.identity import (
 )
 
 log = logging.getLogger("vllm.kvstored")
-VERSION = 3  # of this list, of how a key is made and of how a block lies in the store
+VERSION = 4  # of this list, of how a key is made and of how a block lies in the store
 GROUP_BYTES = 4  # behind the hash in an offload key
 REPRODUCIBLE_BYTES = 32
 

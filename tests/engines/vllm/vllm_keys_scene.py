@@ -6,7 +6,6 @@ metrics, and without an engine: run with the engines' Python.
 Asserts for itself. What only the test can do is asked for by a line NEED … and answered by one.
 """
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -20,9 +19,8 @@ import msgspec
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm import SamplingParams
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, MultiModalConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
-from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -30,7 +28,6 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     maybe_convert_block_hash,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 import kvclient
@@ -38,12 +35,21 @@ from kvclient.integrations.checkpoint import checkpoint_digest
 from kvclient.integrations.health import Health
 from kvclient.integrations.vllm.events import checked_endpoints
 from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
-from kvclient.integrations.vllm.identity import KEY_BYTES, model_identity, weights_digest
+from kvclient.integrations.vllm.identity import KEY_BYTES, weights_digest
 from kvclient.integrations.vllm.scheduling import Scheduling, Step, Transfer
 from kvclient.integrations.vllm.transfer import Worker
+from tests.engines.vllm.vllm_identities import (
+    TOKENS,
+    copy_of_model,
+    identity_of,
+    long_positions,
+    other_config,
+    other_weight,
+    variable,
+)
 
 DIRECTORY, MODEL, SCRATCH = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-TOKENS, BLOCKS = 32, 6
+BLOCKS = 6
 PROMPT = [(7 * i + 3) % 500 for i in range(TOKENS * BLOCKS + 8)]
 NUMBERS = itertools.count()
 init_none_hash(sha256)
@@ -57,19 +63,16 @@ LAYOUT = client.register_layout(
 )  # fmt: skip
 
 
-def identity(model=MODEL, layers=2, block=TOKENS, layout="LBHNC", extra=None, **engine):
-    config = EngineArgs(
-        model=model, skip_tokenizer_init=True, enforce_eager=True, **{"dtype": "float32", **engine}
-    )
-    spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    names = [f"layer.{i}" for i in range(layers)]
-    cache = KVCacheConfig(
-        num_blocks=8,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        kv_cache_layout=layout,
-    )
-    return model_identity(config.create_engine_config(), cache, extra or {})
+def identity(model=MODEL, **more):
+    return identity_of(model, **more)
+
+
+def copied(name, change):
+    return copy_of_model(MODEL, SCRATCH / name, change)
+
+
+def guessing(name, change):
+    return {"method": "draft_model", "model": copied(name, change), "num_speculative_tokens": 2}
 
 
 def half(engine_id, ranks=1, events=False):
@@ -110,59 +113,36 @@ def need(what):
     sys.stdin.readline()
 
 
-def copy_of_model(name, change):
-    target = SCRATCH / name
-    shutil.copytree(MODEL, target)
-    change(target)
-    return str(target)
-
-
-def other_weight(path):
-    file = path / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def other_config(path):
-    file = path / "config.json"
-    file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-
-
-@contextlib.contextmanager
-def variable(name, value):
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-def guessing(name, change):
-    return {"method": "draft_model", "model": copy_of_model(name, change), "num_speculative_tokens": 2}
-
-
 def each_dimension_of_the_identity_misses():
     base = half(identity())
     save(base, request()).seal()
     assert hits(half(identity())) == BLOCKS * TOKENS, "the same engine hits"
-    assert hits(half(identity(copy_of_model("moved", lambda path: None)))) == BLOCKS * TOKENS, (
-        "wherever it lies"
-    )
+    assert hits(half(identity(copied("moved", lambda path: None)))) == BLOCKS * TOKENS, "wherever it lies"
     with variable("PYTHONHASHSEED", "7"):
         seeded = identity()
     with variable("VLLM_MARLIN_USE_ATOMIC_ADD", "1"):
         elsewhere = identity()
     with variable("VLLM_LOGGING_PREFIX", "x"):
-        assert hits(half(identity())) == BLOCKS * TOKENS
+        assert hits(half(identity(max_model_len=1024))) == BLOCKS * TOKENS
+    long = copied("long", long_positions)
+    media, another = MultiModalConfig(mm_processor_cache_gb=1), MultiModalConfig(video_pruning_rate=0.5)
+    assert identity(fields={"multimodal_config": media}) == identity(
+        fields={"multimodal_config": MultiModalConfig()}
+    )
     others = {
         "environment": elsewhere,
         "attention": identity(attention_config={"use_prefill_query_quantization": True}),
         "layers without it": identity(kv_cache_dtype_skip_layers=["0"]),
         "guessing": identity(speculative_config=guessing("guess", lambda path: None)),
         "another guess": identity(speculative_config=guessing("another", other_weight)),
-        "weights": identity(copy_of_model("weights", other_weight)),
-        "config": identity(copy_of_model("config", other_config)),
+        "weights": identity(copied("weights", other_weight)),
+        "config": identity(copied("config", other_config)),
+        "positions of short requests": identity(long, max_model_len=1024),
+        "positions of long requests": identity(long, max_model_len=4096),
+        "media": identity(fields={"multimodal_config": media}),
+        "pruned media": identity(fields={"multimodal_config": another}),
+        "quantized layers": identity(fields={"quantization_config": {"ignore": ["lm_head"]}}),
+        "classes": identity(fields={"model_class_overrides": {"LlamaForCausalLM": "other:Llama"}}),
         "override": identity(hf_overrides={"rope_theta": 5000.0}),
         "dtype": identity(dtype="bfloat16"),
         "cache dtype": identity(kv_cache_dtype="fp8"),
