@@ -7,8 +7,7 @@ or a place without a tensor, is an error that names it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,9 @@ from kvclient.hf.awq.checkpoint import MIDDLE, _group_of
 from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.streaming.files.headers import Source
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Part, Table
-from kvclient.hf.streaming.mover import pages
 from kvclient.hf.streaming.residency import NO_VOCABULARY, Vocabulary
-from kvclient.hf.streaming.scheduler import Mover
 from kvclient.hf.streaming.weights.places import put
 from kvclient.hf.streaming.weights.vocabulary import ROWS_BYTES
-
-READ_AHEAD = 2  # parts at one time while a model loads: the second one's reads stand behind the first one's
 
 
 @contextlib.contextmanager
@@ -134,66 +129,6 @@ def read(source: Source) -> torch.Tensor:
     if source.length:
         source.read_into(memoryview(found.view(-1).view(torch.uint8).numpy()))
     return found
-
-
-class Loading:
-    """What comes to stay in memory: tensors outside of the layers, and the layers' parts that are not
-    streamed. Those that stay as they are read are read ahead, from begin() on, in their order, by threads of
-    its own while the model is put together; others when they are asked for, as their copies take memory.
-    Tells of the bytes that came, and of all that will. told: None, nobody asks.
-    """
-
-    def __init__(
-        self, told: Callable[[int, int], None] | None, outside: dict[str, Source], mover: Mover,
-        parts: dict[tuple[int, str], Part], ahead: Callable[[Part], bool],
-    ) -> None:  # fmt: skip
-        """parts: those that stay, by layer and name; ahead: whether one stays as it is read."""
-        self._told, self._done, self._mover, self._parts = told, 0, mover, parts
-        self._whole = sum(source.length for source in outside.values())
-        self._whole += sum(part.length for part in parts.values())
-        self.tell(0)
-        self._threads = ThreadPoolExecutor(READ_AHEAD, "kvclient-loading")
-        self._ahead = [key for key, part in parts.items() if ahead(part)]
-        self._coming: dict[tuple[int, str], Future[memoryview]] = {}
-
-    def begin(self) -> None:
-        """Reads ahead from here on; once."""
-        ahead, self._ahead = self._ahead, []
-        for key in ahead:
-            self._coming[key] = self._threads.submit(self._fill, key[0], self._parts[key])
-
-    def __enter__(self) -> Loading:
-        return self
-
-    def __exit__(self, failure: object, *_where: object) -> None:
-        """Where loading failed the mover is closed, which ends what is still being read for nobody."""
-        if failure is not None:
-            self._mover.close()
-        self._threads.shutdown(cancel_futures=True)
-
-    def _fill(self, number: int, part: Part) -> memoryview:
-        held = pages(part.length)
-        self._mover.fill(number, part.pieces, held)
-        return held
-
-    def part(self, number: int, name: str) -> memoryview:
-        """The bytes of a layer's part, once. Raises StreamingFailed."""
-        part, coming = self._parts[number, name], self._coming.pop((number, name), None)
-        found = self._fill(number, part) if coming is None else coming.result()
-        self.tell(part.length)
-        return found
-
-    def read(self, source: Source) -> torch.Tensor:
-        """The tensor, of the source's shape, as read() gives it."""
-        found = read(source)
-        self.tell(source.length)
-        return found
-
-    def tell(self, length: int) -> None:
-        """So many bytes more are there."""
-        self._done += length
-        if self._told is not None:
-            self._told(self._done, self._whole)
 
 
 def fill_outside(

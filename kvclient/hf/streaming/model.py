@@ -23,11 +23,12 @@ from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
 from kvclient.hf.streaming.files.index import Arrangement, Part, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
-from kvclient.hf.streaming.frame import Loading
+from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import DiskMover
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan
-from kvclient.hf.streaming.scheduler import Mover
-from kvclient.hf.streaming.streams import Streams
+from kvclient.hf.streaming.scheduler import Mover, Scheduler
+from kvclient.hf.streaming.streams import Streams, pieces_of
+from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import copies, kept, lies
 
 COPIES = 2
@@ -47,8 +48,9 @@ class StreamingCausalLM:
     ) -> torch.nn.Module:  # fmt: skip
         """The model of a directory or hub id with safetensors, AWQ or plain, in eval mode, on the CPU or
         config.device. dtype: what it computes in; progress: told of bytes rearranged and of all, the first
-        time; loading: of those that came to stay in memory, and of all that will. Raises InvalidArgument for
-        a directory or a memory that will not do, StreamingFailed for a disk that refuses.
+        time; loading: of those that came to stay in memory, and of all that will, which are there then (else
+        they may come while a model that streams is called). Raises InvalidArgument for a directory or a
+        memory that will not do, StreamingFailed for a disk that refuses.
         """
         home = directory_of(directory)
         config = config or StreamingConfig()
@@ -85,8 +87,16 @@ class StreamingCausalLM:
             raise InvalidArgument(
                 f"{home.name} has {len(arranged.layers)} layers, its configuration {len(layers)}"
             )
+        tables = {role: tables[role] for role in chosen.vocabulary}
         moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
-        with Loading(loading, stay, moved, *_staying(arranged, chosen, model.dtype)) as came:
+        trace = Trace() if config.trace else None
+
+        def scheduler() -> Scheduler | None:
+            pieces = pieces_of(arranged, chosen, tables)
+            slots, ahead = config.n_staging_slots, config.ahead
+            return Scheduler(moved, pieces, slots, ahead, trace) if pieces else None
+
+        with Loading(loading, stay, moved, *_staying(arranged, chosen, model.dtype), scheduler) as came:
             if all(getattr(torch, source.dtype) == model.dtype for source in stay.values()):
                 came.begin()
             rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
@@ -95,9 +105,8 @@ class StreamingCausalLM:
                 frame.pack(layer, parts, group, model.dtype)
             frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
             frame.keep_head_in_place(model)
-            tables = {role: tables[role] for role in chosen.vocabulary}
-            _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came)
-        return _with_generation(model.eval(), home)
+            _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came, trace)
+            return _with_generation(model.eval(), home)
 
 
 def _with_generation(model: Any, home: Path) -> torch.nn.Module:

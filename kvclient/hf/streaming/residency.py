@@ -120,10 +120,11 @@ def plan(
     count, memory, held = len(layers), config.memory, layers if held is None else held
     if config.residency == "auto":
         memory = free_memory() if memory is None else memory
+        down = range(count, -1, -1)
         found = [
-            _plan(config, layers, held, outside, [()] * first + [PARTS] * (count - first), vocabulary, way)
+            _plan(config, layers, held, outside, streamed, vocabulary, way)
             for way in vocabulary.ways()
-            for first in range(count, -1, -1)
+            for streamed in ([() if stays else PARTS for stays in spread(count, stay)] for stay in down)
         ]
         fit = [plan for plan in found if plan.bytes + WORKING_BYTES <= memory]
         if fit:
@@ -142,6 +143,13 @@ def plan(
             return choice
     least = min(choice.bytes for choice in found)
     raise InvalidArgument(f"memory={memory}; {config.residency} needs {least} bytes for weights")
+
+
+def spread(count: int, chosen: int) -> list[bool]:
+    """Of `count` layers, which `chosen` of them are: at even distances, the last one among them. While those
+    that stay compute, or come to stay, the link brings the next of the others.
+    """
+    return [(i + 1) * chosen // count > i * chosen // count for i in range(count)]
 
 
 def parts_streamed(config: StreamingConfig, count: int) -> list[tuple[str, ...]]:

@@ -8,6 +8,7 @@ what another layer has put there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -15,22 +16,36 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.layers.twins import Twins
 from kvclient.hf.streaming.files.index import Arrangement, Part, Table
-from kvclient.hf.streaming.frame import Loading, name_of
-from kvclient.hf.streaming.mover import pages
+from kvclient.hf.streaming.frame import name_of
+from kvclient.hf.streaming.loading import Loading
+from kvclient.hf.streaming.mover import Piece, pages
 from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.placement.costs import ROWS, Costs, products_s, with_threads
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig
-from kvclient.hf.streaming.scheduler import Mover, Scheduler
+from kvclient.hf.streaming.scheduler import Mover
 from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import Room, copies, leave, places, put
-from kvclient.hf.streaming.weights.vocabulary import StreamedEmbedding, StreamedHead, digest
+from kvclient.hf.streaming.weights.vocabulary import StreamedEmbedding, StreamedHead, digest, numbered
 
 ROLES = {"embedding": "input", "head": "output"}
+
+
+def pieces_of(
+    arranged: Arrangement, chosen: Plan, tables: dict[str, Table]
+) -> dict[int, tuple[Piece, ...]]:  # fmt: skip
+    """What a pass reads into slots, by layer and in its order; behind the layers come pieces of the head."""
+    found = {
+        number: tuple(piece for name in PARTS if name in parts for piece in layer[name].pieces)
+        for number, (layer, parts) in enumerate(zip(arranged.layers, chosen.streamed, strict=True))
+        if parts
+    }
+    return found | (numbered(tables["head"], len(arranged.layers)) if "head" in tables else {})
 
 
 class Streams:
@@ -38,8 +53,9 @@ class Streams:
 
     def __init__(
         self, model: Any, layers: Any, arranged: Arrangement, tables: dict[str, Table], chosen: Plan,
-        config: StreamingConfig, mover: Mover, came: Loading,
+        config: StreamingConfig, mover: Mover, came: Loading, trace: Trace | None,
     ) -> None:  # fmt: skip
+        """came: has begun to read."""
         self.plan, self._dtype, self._layers, self._prefix = chosen, model.dtype, layers, arranged.prefix
         self._mover, self._model = mover, weakref.ref(model)
         self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
@@ -49,67 +65,80 @@ class Streams:
         self._streamed: dict[int, list[Part]] = {}
         self._rooms: list[Room] = []  # for copies, that no layer uses now
         self._taken: dict[int, Room] = {}
-        self.trace = Trace() if config.trace else None
+        self.trace = trace
         self.computed_s = dict.fromkeys(range(len(layers)), 0.0)
-        self.scheduler: Scheduler | None = None
+        self.scheduler, self._came, self._in_place = came.scheduler, came, arranged.in_place
+        self._stay: dict[int, dict[str, Part]] = {}  # what is still to come of what stays
+        self._keeping = threading.RLock()  # of that
+        self._handles: dict[int, RemovableHandle] = {}  # of hooks that wait for it
         twins = Twins(layers)
         for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
             if streamed := [parts[name] for name in PARTS if name in chosen.streamed[number]]:
                 self._streamed[number] = streamed
             for part in streamed:
                 leave(layer, part, self._dtype)
+            stays = {name: part for name, part in parts.items() if name not in chosen.streamed[number]}
+            if stays:
+                self._stay[number] = stays
         self._tables = tables
         self.embedding = self._head = None
         if "embedding" in tables:
             embedding = model.get_input_embeddings()
             self.embedding = StreamedEmbedding(embedding, tables["embedding"], mover, len(layers))
-        pieces = {
-            number: tuple(piece for part in parts for piece in part.pieces)
-            for number, parts in self._streamed.items()
-        }
         if "head" in tables:
             self._head = StreamedHead(model.get_output_embeddings(), tables["head"], len(layers))
-            pieces |= self._head.pieces()
-        if pieces:
-            self.scheduler = Scheduler(mover, pieces, config.n_staging_slots, config.ahead, self.trace)
         self.placement: Placement | None = None
         self._on_host: set[int] = set()  # layers whose weights point to the host's memory
         self._host_threads = config.host_threads
         try:
-            self._load(twins, arranged, came)
-            self._begin(list(pieces))
+            self._load(twins)
+            self._begin(list(pieces_of(arranged, chosen, tables)))
         except BaseException:
             self.close()  # else its threads wait for who never comes
             raise
         if self.scheduler is None and self.embedding is None:
-            mover.close()
+            self.close()
 
-    def _load(self, twins: Twins, arranged: Arrangement, came: Loading) -> None:
-        """What stays in memory, while the first layers that are streamed come; and what is proven of layers,
-        while others come. Raises StreamingFailed.
+    def _load(self, twins: Twins) -> None:
+        """What is proven of layers, and what stays in memory if nothing is streamed beside it, while both
+        come. Raises StreamingFailed.
         """
-        left = {number: dict(parts) for number, parts in enumerate(arranged.layers)}
-
-        def keep(number: int) -> None:
-            for name, part in left.pop(number, {}).items():
-                if name not in self.plan.streamed[number]:
-                    held, layer = came.part(number, name), self._layers[number]
-                    put(places(layer, part, held, self._dtype, copied=arranged.in_place))
 
         @contextlib.contextmanager
         def filled(number: int) -> Iterator[torch.nn.Module]:
-            keep(number)
             with self._looked_at(number) as layer:
                 yield layer
 
         twins.install(filled)
-        for number in range(len(arranged.layers)):
-            keep(number)
+        for number, parts in list(self._stay.items()):
+            if self.scheduler is None or not all(self._came.comes(number, name) for name in parts):
+                self._keep(number)
+
+    def settle(self) -> None:
+        """Waits for what stays in memory: whoever looks at all weights finds it. Raises StreamingFailed."""
+        for number in list(self._stay):
+            self._keep(number)
+
+    def _keep(self, number: int) -> None:
+        """Waits for what stays of a layer, once. Raises StreamingFailed; the next call then reads it anew."""
+        with self._keeping:
+            left, layer = self._stay.get(number, {}), self._layers[number]
+            for name, part in list(left.items()):
+                held = self._came.part(number, name)
+                put(places(layer, part, held, self._dtype, copied=self._in_place))
+                del left[name]
+            self._stay.pop(number, None)
+            if (handle := self._handles.pop(number, None)) is not None:
+                handle.remove()
 
     def _begin(self, asked: list[int]) -> None:
         """asked: what a pass asks the scheduler for. Raises what _place() does."""
         if self._head is not None and self.scheduler is not None:
             self._head.follow(self.scheduler)
+        for number in self._stay:
+            layer, keep = self._layers[number], functools.partial(self._keep, number)
+            self._handles[number] = layer.register_forward_pre_hook(lambda *_, keep=keep: keep())
+            layer.register_state_dict_pre_hook(lambda *_, keep=keep: keep())
         for number in self._streamed:
             self._layers[number].register_forward_pre_hook(self._before(number))
             self._layers[number].register_forward_hook(self._after(number), always_call=True)
@@ -144,6 +173,7 @@ class Streams:
     def _looked_at(self, number: int, passing: bool = False) -> Iterator[torch.nn.Module]:
         """A layer with its weights. passing: others follow it, as in a pass. Raises StreamingFailed."""
         layer = self._layers[number]
+        self._keep(number)
         if number not in self._streamed:
             yield layer
             return
@@ -155,13 +185,13 @@ class Streams:
 
     def close(self) -> None:
         """Ends the reading; the model cannot be called any more."""
-        if self.scheduler is not None:
-            self.scheduler.close()
-        elif self.embedding is not None:
-            self._mover.close()
+        self._came.end(self._mover if self.scheduler is None else self.scheduler)
 
     def moving(self) -> dict[str, tuple[torch.nn.Module, str]]:
-        """Of each weight that has memory only while its layer computes, by its name: module and attribute."""
+        """Of each weight that has memory only while its layer computes, by its name: module and attribute.
+        What stays is there from here on. Raises StreamingFailed.
+        """
+        self.settle()
         found = {}
         for number, parts in self._streamed.items():
             for stored in (stored for part in parts for stored in part.tensors):

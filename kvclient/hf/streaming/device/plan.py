@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvclient.errors import InvalidArgument
-from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, Plan, StreamingConfig, parts_streamed
+from kvclient.hf.streaming.residency import (
+    PARTS,
+    WORKING_BYTES,
+    Plan,
+    StreamingConfig,
+    parts_streamed,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -22,13 +29,6 @@ class Outside:
     embedding: int
     rest: int
     working: int = 0
-
-
-def spread(count: int, chosen: int) -> list[bool]:
-    """`chosen` of `count` at even distances, the last one among them: while layers between them compute, the
-    link brings the next.
-    """
-    return [(i + 1) * chosen // count > i * chosen // count for i in range(count)]
 
 
 def device_plan(

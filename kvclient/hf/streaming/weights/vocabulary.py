@@ -81,7 +81,7 @@ class StreamedEmbedding:
             at = block * BLOCK_BYTES
             length = min(BLOCK_BYTES, len(self._memory) - at)
             piece = Piece(table.offset + at, length, table.blocks[block])
-            fill(self._mover, self._layer, piece, self._memory[at : at + length])
+            fill(self._mover, self._layer, [piece], self._memory[at : at + length])
             self._there.add(block)
             self.bytes += length
 
@@ -97,10 +97,6 @@ class StreamedHead:
         self._nothing = torch.empty((table.shape[0], 0), dtype=getattr(torch, table.dtype))
         self._users, self._lock = 0, threading.Lock()
         self.scheduler: Scheduler | None = None
-
-    def pieces(self) -> dict[int, tuple[Piece, ...]]:
-        """By their numbers in the scheduler."""
-        return {self._first + i: (piece,) for i, piece in enumerate(self._table.pieces)}
 
     def follow(self, scheduler: Scheduler) -> None:
         """Its pieces come from this scheduler from now on."""
@@ -129,7 +125,7 @@ class StreamedHead:
         if out is None:
             return None
         assert self.scheduler is not None
-        for i, number in enumerate(self.pieces()):
+        for i, number in enumerate(numbered(self._table, self._first)):
             start = i * self._table.rows
             with self.scheduler.holding(number) as slot:
                 weight = piece_of(self._table, i, slot.memory)
@@ -140,6 +136,11 @@ class StreamedHead:
         return out
 
 
+def numbered(table: Table, first: int) -> dict[int, tuple[Piece, ...]]:
+    """A head's pieces by their numbers in the scheduler, behind those of the layers."""
+    return {first + i: (piece,) for i, piece in enumerate(table.pieces)}
+
+
 def piece_of(table: Table, i: int, memory: memoryview) -> torch.Tensor:
     """The rows of the table's i-th piece, as they lie: [rows, width]."""
     rows = min(table.rows, table.shape[0] - i * table.rows)
@@ -147,11 +148,11 @@ def piece_of(table: Table, i: int, memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=kind, count=rows * table.shape[1]).view(rows, table.shape[1])
 
 
-def fill(mover: Mover, layer: int, piece: Piece, into: memoryview) -> None:
-    """Again where the first read fails, as the scheduler does."""
+def fill(mover: Mover, layer: int, pieces: Sequence[Piece], into: memoryview) -> None:
+    """Again where the first read fails, as the scheduler does. Raises StreamingFailed, and Closed."""
     for left in range(TRIES - 1, -1, -1):
         try:
-            return mover.fill(layer, [piece], into)
+            return mover.fill(layer, pieces, into)
         except StreamingFailed:
             if not left:
                 raise
@@ -164,7 +165,7 @@ def digest(table: Table, mover: Mover, layer: int) -> bytes:
     into = memoryview(mmap.mmap(-1, max(PAGE, *(piece.length for piece in table.pieces))))
     left = table.length
     for piece in table.pieces:
-        fill(mover, layer, piece, into[: piece.length])
+        fill(mover, layer, [piece], into[: piece.length])
         found.update(into[: min(left, piece.length)])
         left -= piece.length
     return found.digest()

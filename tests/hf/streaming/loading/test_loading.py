@@ -1,0 +1,180 @@
+"""Proves that a model is handed out while what stays of it is still coming: a pass begins before all is
+there, whoever looks at all weights finds them, a read that fails then is read anew, and nothing goes on
+reading for a model that was closed or never made.
+
+Method: a tiny llama, packed and plain; a mover whose reads of what stays end when the test says so.
+"""
+
+import os
+import threading
+
+import pytest
+import torch
+
+import kvclient
+import kvclient.hf
+from kvclient.errors import Closed, InvalidArgument
+from kvclient.hf.streaming import (
+    DiskMover,
+    StreamingCausalLM,
+    StreamingConfig,
+    StreamingFailed,
+    streaming_stats,
+)
+from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.residency import PARTS, plan
+
+PROMPT = torch.arange(1, 25)[None]
+STAYS = 3  # the layers from it on, of five
+PARTLY = StreamingConfig(residency="partial_resident", keep_first_k=0, keep_last_k=2)
+
+
+class Waits(DiskMover):
+    """What stays is read when it may be."""
+
+    def __init__(self, arranged, faults=""):
+        super().__init__(*arranged.paths, faults=faults)
+        self.may, self.failing = threading.Event(), 0
+
+    def fill(self, layer, pieces, slot):
+        if layer >= STAYS:
+            assert self.may.wait(60), f"layer {layer} was waited for"
+            if self.failing:
+                self.failing -= 1
+                raise StreamingFailed(self.path, layer, pieces[0].offset, "no")
+        super().fill(layer, pieces, slot)
+
+
+def opened(checkpoint, config=PARTLY, **more):
+    movers = []
+    model = StreamingCausalLM.from_pretrained(
+        checkpoint, config, mover=lambda files: movers.append(Waits(files)) or movers[0], **more
+    )
+    return model, movers[0]
+
+
+@torch.inference_mode()
+def logits(model):
+    return model(PROMPT).logits
+
+
+@pytest.fixture
+def want(checkpoint):
+    return logits(StreamingCausalLM.from_pretrained(checkpoint, StreamingConfig(residency="full_resident")))
+
+
+def test_a_pass_begins_before_all_that_stays_is_there(checkpoint, want):
+    model, mover = opened(checkpoint)
+    model.model.layers[STAYS - 1].register_forward_hook(lambda *_: mover.may.set())
+    for _ in range(3):
+        assert torch.equal(logits(model), want)
+    bytes_once = sum(tensor.nbytes for tensor in model.model.layers[STAYS].state_dict().values())
+    assert 0 < bytes_once < streaming_stats(model)["bytes"]
+    assert not any(tensor.is_meta for tensor in model.model.layers[STAYS].state_dict().values())
+    streams_of(model).close()
+
+
+def test_two_threads_begin_with_what_is_still_coming(checkpoint, want):
+    model, mover = opened(checkpoint)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(logits(model))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    mover.may.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 2 and all(torch.equal(each, want) for each in found)
+    streams_of(model).close()
+
+
+def test_whoever_looks_at_all_weights_finds_what_stays(checkpoint):
+    model, mover = opened(checkpoint)
+    weights = model.model.layers[STAYS].state_dict
+    assert any(tensor.is_meta for tensor in model.model.layers[STAYS].parameters())
+    mover.may.set()
+    assert not any(tensor.is_meta for tensor in weights().values())
+    streams_of(model).close()
+    model, mover = opened(checkpoint)
+    mover.may.set()
+    store = kvclient.InMemoryClient(32 << 20)
+    with store as client, kvclient.hf.attach(model, client, block_tokens=16) as kv:
+        assert not any(tensor.is_meta for tensor in model.model.layers[STAYS].parameters())
+        for reused in (0, 16):
+            model.generate(PROMPT, max_new_tokens=2, do_sample=False, pad_token_id=0)
+            assert (kv.last.bypassed, kv.last.reused_tokens) == (None, reused)
+    streams_of(model).close()
+
+
+def test_what_failed_to_come_is_read_anew_by_the_next_call(checkpoint, want):
+    model, mover = opened(checkpoint)
+    mover.failing = 4  # of two threads, twice each
+    mover.may.set()
+    seen = 0
+    while True:
+        try:
+            found = logits(model)
+        except StreamingFailed as error:
+            assert error.layer >= STAYS
+            seen += 1
+        else:
+            break
+    assert seen and torch.equal(found, want) and torch.equal(logits(model), want)
+    streams_of(model).close()
+
+
+def loading():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvclient-loading")]
+
+
+def test_a_model_that_is_closed_reads_no_more(checkpoint):
+    model, mover = opened(checkpoint)
+    assert loading()
+    closing = threading.Thread(target=streams_of(model).close)
+    closing.start()
+    mover.may.set()
+    closing.join(60)
+    assert not closing.is_alive() and not loading()
+    with pytest.raises(Closed):
+        logits(model)
+
+
+def test_who_is_told_how_far_loading_is_gets_it_whole(checkpoint, want):
+    told = []
+    config = StreamingConfig(residency="partial_resident", keep_first_k=0, keep_last_k=2)
+    model = StreamingCausalLM.from_pretrained(checkpoint, config, loading=lambda *now: told.append(now))
+    assert told[0][0] == 0 and told[-1][0] == told[-1][1] > 0
+    assert not any(tensor.is_meta for tensor in model.model.layers[STAYS].parameters())
+    assert torch.equal(logits(model), want)
+    streams_of(model).close()
+
+
+@pytest.mark.parametrize("call", [0, 2])
+def test_a_callback_that_raises_leaves_no_file_open(checkpoint, call):
+    def told(*_):
+        seen.append(1)
+        if len(seen) > call:
+            raise InvalidArgument("enough")
+
+    for config in (PARTLY, StreamingConfig(residency="full_resident")):
+        seen = []
+        with pytest.raises(InvalidArgument, match="enough"):
+            StreamingCausalLM.from_pretrained(checkpoint, config, loading=told)
+        files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        assert not [path for path in files if path.startswith(str(checkpoint))] and not loading()
+
+
+def test_auto_spreads_what_stays():
+    layers = [dict.fromkeys(PARTS, 1 << 20)] * 12
+    found = plan(StreamingConfig(memory=(256 + 4 + 6) << 20), layers, 0)
+    assert [number for number, parts in enumerate(found.streamed) if not parts] == [3, 7, 11]
+    assert (found.bytes, found.moved) == (10 << 20, 18 << 20)
+
+
+def test_what_fails_behind_the_weights_ends_the_reading_too(checkpoint, tmp_path):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises((OSError, ValueError)):
+        StreamingCausalLM.from_pretrained(tmp_path, PARTLY)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvclient-streaming")]
