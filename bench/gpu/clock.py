@@ -34,10 +34,6 @@ class Timer:
         self.count = max(len(self._calls), min(MOST_CALLS, int(ROUND_MS / max(once_ms, 1e-3)) + 1))
         self._graph = self._captured()
 
-    @property
-    def is_graph(self) -> bool:
-        return self._graph is not None
-
     def round_us(self) -> float:
         """Of one call."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -14,7 +14,6 @@ import sys
 import threading
 
 MOST = 64 << 20
-BUFFER = 4 << 20  # of the sockets: what the kernel allows of it
 
 
 def serve(address: str, certificate: str = "", key: str = "") -> None:

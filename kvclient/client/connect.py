@@ -80,7 +80,7 @@ def connect(
         raise InvalidArgument(f'door={door!r}; it must be "shm" or "socket"')
     from kvclient import _core  # not at import: the fake and the layouts need nothing native
 
-    path = str((default_directory() if dir is None else Path(dir)) / SOCKET_NAME)
+    path = str((default_directory() if dir is None else Path(os.path.expanduser(dir))) / SOCKET_NAME)
 
     def attach() -> Any:
         deadline_ms = 0 if pin_deadline_s is None else round(pin_deadline_s * 1000)

@@ -55,8 +55,8 @@ def _forbidden(directory: str) -> str | None:
         return f"{error.filename}: {error.strerror}: only the daemon's own user and root may look"
     except OSError:
         return None
-    if os.access(socket, os.W_OK, effective_ids=True):
-        return None
+    if os.geteuid() in (0, owner) and os.access(socket, os.W_OK, effective_ids=True):
+        return None  # another user's that is open to all is no daemon's: who made it may be anybody
     return f"the daemon in {directory} is user {owner}'s: only that user and root may ask it"
 
 

@@ -30,9 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
         return complain(f"no such pool: {', '.join(missing)}", Exit.NO, arguments)
     freed = {}
     if arguments.remove:
-        freed = {pool.prefix: pool_list.remove(pool) for pool in found if pool.state == pool_list.ORPHAN}
-    orphans = [pool for pool in found if pool.state == pool_list.ORPHAN and not freed.get(pool.prefix)]
-    rows = [_row(pool, freed.get(pool.prefix, 0)) for pool in found]
+        freed = {pool: pool_list.remove(pool) for pool in found if pool.state == pool_list.ORPHAN}
+    orphans = [pool for pool in found if pool.state == pool_list.ORPHAN and not freed.get(pool)]
+    rows = [_row(pool, freed.get(pool, 0)) for pool in found]
     freed_bytes = sum(freed.values())
     show(arguments, {"pools": rows, "freed_bytes": freed_bytes}, _text(rows, freed_bytes, arguments.remove))
     return Exit.NO if arguments.remove and orphans else Exit.DONE

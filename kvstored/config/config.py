@@ -91,7 +91,8 @@ class Config:
     )  # fmt: skip
     namespaces: tuple[Namespace, ...] = _field(
         "the isolated parts of the store: a table each with memory (a share or a size; absent: the rest), "
-        "disk_quota, readers, writers (users and @groups) and salt. On one line: "
+        "disk_quota, readers, writers (users and @groups), salt and share (none, read, read-write: whether "
+        "peers may). On one line: "
         "NAME[=MEMORY][:FIELD=VALUE]...,... with lists joined by +",
         (Namespace("default", 1.0),),
         parse_namespaces,
@@ -195,7 +196,7 @@ class Config:
         show=format_size,
     )
     metrics_port: int = _field(
-        "TCP port on 127.0.0.1 for Prometheus metrics; 0: off, and no TCP socket at all",
+        "TCP port on 127.0.0.1 for Prometheus metrics; 0: none",
         0,
         _whole,
         low=0,

@@ -68,7 +68,7 @@ def default_dir(environ: Mapping[str, str]) -> str:
         return os.path.join(user, "kvstored")
     raise ConfigError(
         "dir: no runtime directory: /run/kvstored is not for this user, and XDG_RUNTIME_DIR, which a login "
-        "session has, is not set: give --dir, for example --dir /tmp/kvstored-$USER, or set KVSTORED_DIR"
+        "session has, is not set: give --dir, for example --dir ~/.kvstored, or set KVSTORED_DIR"
     )
 
 

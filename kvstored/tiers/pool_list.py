@@ -2,7 +2,8 @@
 
 Owns that verdict and the removal of pools that nobody owns. Never looks into a pool. A pool's owner is the
 runtime directory in its file `.home`: whoever serves that directory next adopts it. Invariants: what a
-process has open, what a directory that exists owns, and what does not say whose it is are never removed.
+process has open, what a directory that exists owns, and what does not say whose it is are never removed;
+files that another user gives a pool's name, or however many of other names, change nothing of the pool.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,7 +23,7 @@ from kvstored.tiers.pool_files import HOME, HUGE_DIR, PREFIX, SHM_DIR, mark_of
 
 SERVED, KEPT, HELD, ORPHAN, UNKNOWN, FOREIGN = "served", "kept", "held", "orphan", "unknown", "another user's"
 STATE = "state.json"  # of a runtime directory
-MAX_POOLS = 4096  # of one look; the host has no more names than that in earnest
+MAX_POOLS = 4096  # of a user in one look; nobody has more names than that in earnest
 _MAX_PATH = 4096
 _F_SETLEASE = 1024
 
@@ -52,14 +54,20 @@ class Found:
 
 def pools(places: Iterable[str] = (), only: Iterable[str] = ()) -> list[Found]:
     """All pools in /dev/shm, the huge pages' directory and `places`; with `only`, those of these names."""
-    named, wanted = dict[str, list[str]](), set(only)
+    named, wanted = dict[tuple[str, int], list[str]](), set(only)  # by name and user
+    many = Counter[int]()
     for place in dict.fromkeys((SHM_DIR, HUGE_DIR, *places)):
         with contextlib.suppress(OSError), os.scandir(place) as entries:
             for entry in entries:
                 prefix = entry.name.partition(".")[0]
-                if PREFIX.fullmatch(prefix) and (not wanted or prefix in wanted) and len(named) < MAX_POOLS:
-                    named.setdefault(prefix, []).append(entry.path)
-    found = (_found(prefix, sorted(paths)) for prefix, paths in sorted(named.items()))
+                if not PREFIX.fullmatch(prefix) or (wanted and prefix not in wanted):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    uid = entry.stat(follow_symlinks=False).st_uid
+                    many[uid] += (prefix, uid) not in named
+                    if many[uid] <= MAX_POOLS:
+                        named.setdefault((prefix, uid), []).append(entry.path)
+    found = (_found(prefix, uid, sorted(paths)) for (prefix, uid), paths in sorted(named.items()))
     return [pool for pool in found if pool is not None]
 
 
@@ -107,17 +115,15 @@ def _same(path: str, other: str) -> bool:
         return False
 
 
-def _found(prefix: str, paths: list[str]) -> Found | None:
-    size_bytes, uids = 0, set[int]()
+def _found(prefix: str, uid: int, paths: list[str]) -> Found | None:
+    sizes = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            about = os.lstat(path)
-            size_bytes += about.st_blocks * 512
-            uids.add(about.st_uid)
-    if not uids:
+            sizes.append(os.lstat(path).st_blocks * 512)
+    if not sizes:
         return None  # removed meanwhile
-    uid = min(uids)
-    if uids != {os.geteuid()} and os.geteuid() != 0:
+    size_bytes = sum(sizes)
+    if os.geteuid() not in (uid, 0):
         return Found(prefix, tuple(paths), uid, size_bytes, "", FOREIGN, 0)
     home = _home(prefix, uid)
     state, pid = _judged(prefix, home, paths)

@@ -348,6 +348,12 @@ def test_connect_checks_its_arguments(tmp_path):
             kvclient.connect(dir=tmp_path, **wrong)
 
 
+def test_a_directory_may_be_named_as_a_shell_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(Unavailable, match=f"no daemon at {tmp_path}/none/kvstored.sock"):
+        kvclient.connect("~/none")
+
+
 def test_the_directory_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("KVSTORED_DIR", str(tmp_path / "chosen"))
     assert default_directory() == tmp_path / "chosen"

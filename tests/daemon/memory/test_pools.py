@@ -5,6 +5,7 @@ after the command. Only the test's own pools are ever named to --remove.
 """
 
 import json
+import os
 import re
 import secrets
 import shutil
@@ -17,7 +18,7 @@ import pytest
 
 from kvstored.cli.main import main
 from kvstored.errors import Exit
-from kvstored.tiers import pool_list
+from kvstored.tiers import pool_files, pool_list
 from tests.daemon.grpc_calls import Calls
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -98,6 +99,34 @@ def test_memory_that_is_short_and_fsck_name_what_nobody_owns(daemon, tmp_path, c
 def test_an_unknown_pool_is_an_answer_no(capsys):
     assert main(["pools", "kvstored-0000000000000000-0"]) == Exit.NO
     assert "no such pool" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes other users' files")
+def test_another_users_files_hide_no_pool(tmp_path, monkeypatch):
+    """An ordinary user lists /dev/shm, and may make files there of any name."""
+    mine, other = 12345, 12346
+    home, shm = tmp_path / "run", tmp_path / "shm"
+    home.mkdir(), shm.mkdir()
+    for module in (pool_list, pool_files):
+        monkeypatch.setattr(module, "SHM_DIR", str(shm))
+    monkeypatch.setattr(pool_list, "MAX_POOLS", 3)
+    prefix = pool_files.new_prefix(str(home), 0)
+    pool_files.note_home(prefix, str(home))
+    (shm / f"{prefix}.pool").write_bytes(bytes(4096))
+    for path in shm.iterdir():
+        os.chown(path, mine, mine)
+    (shm / f"{prefix}.x").touch()
+    for number in range(200):
+        (shm / f"kvstored-{number:016x}-0.pool").touch()
+    for path in shm.iterdir():
+        if path.stat().st_uid != mine:
+            os.chown(path, other, other)
+    for user in (mine, 0):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert pool_list.kept_bytes(str(home)) >= 4096
+        kept = [pool for pool in pool_list.pools() if pool.state == "kept"]
+        assert [(pool.prefix, pool.uid, len(pool.paths)) for pool in kept] == [(prefix, mine, 2)]
+        assert len(pool_list.pools()) == 1 + 3
 
 
 def test_a_place_that_cannot_be_listed_is_no_empty_one(tmp_path, capsys):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_python import run as run_warm
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 # name -> (lines that must tell of reuse, of what kind)
 WANTED = {
@@ -59,10 +61,9 @@ def test_help_needs_neither_torch_nor_a_model(name, tmp_path):
 
 
 def test_a_daemon_that_does_not_start_is_shown_in_its_own_words(tmp_path, home):
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, EXAMPLES / "rag.py", "--model", home],
-        env={**os.environ, "KVSTORED_MAX_PINS": "x"}, cwd=tmp_path, capture_output=True, text=True,
-        timeout=200,
+        env={**os.environ, "KVSTORED_MAX_PINS": "x"}, cwd=tmp_path, timeout=200,
     )  # fmt: skip
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "the daemon did not start" in done.stderr and "max_pins: 'x' (environment)" in done.stderr

@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import threading
 
@@ -297,7 +296,7 @@ def test_a_step_of_loading_says_how_far_it_is(capsys):
 
 def test_the_command_names_a_directory_that_is_none():
     command = [sys.executable, "-m", "kvclient.hf.streaming", "/nowhere", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_warm(command, timeout=300)
     assert done.returncode == 1 and "no directory with a config.json" in json.loads(done.stderr)["error"]
 
 

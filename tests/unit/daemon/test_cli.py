@@ -181,6 +181,16 @@ def test_a_dead_daemons_socket_is_no_daemon(tmp_path, capsys):
     assert main(["stop", "--dir", str(tmp_path)]) == Exit.UNREACHABLE
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes another user's files")
+def test_another_users_socket_is_no_daemon_to_ask_though_it_is_open(tmp_path, monkeypatch, capsys):
+    (tmp_path / "grpc.sock").touch(0o666)
+    (tmp_path / "grpc.sock").chmod(0o666)
+    os.chown(tmp_path / "grpc.sock", 12345, 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["status", "--dir", str(tmp_path)]) == Exit.REFUSED
+    assert "is user 12345's: only that user and root may ask it" in capsys.readouterr().err
+
+
 def test_a_command_asks_the_daemon_that_a_client_would_find(tmp_path, monkeypatch, capsys):
     """A user's own directory, where nobody runs, is not asked while the host has a daemon."""
     system, user = tmp_path / "system", tmp_path / "user/kvstored"

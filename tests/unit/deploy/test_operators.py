@@ -4,9 +4,12 @@ Method: Kubernetes' own schemas (kubernetes-validate), the programs' own parsers
 own verdict. `make containers` builds and runs images where podman or docker is; no test does.
 """
 
+import os
 import re
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +103,31 @@ def test_systemd_accepts_the_servers_unit(tmp_path):
     both = [units / "kvstored.service", units / "kvclient-serve.service"]
     done = subprocess.run(["systemd-analyze", "verify", *both], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="as another user, who can install nothing")
+def test_what_the_unit_could_not_start_is_not_installed(request):
+    """The program lies where the unit sees it, and its Python does not."""
+    seen, hidden = (Path(tempfile.mkdtemp(dir=place)) for place in ("/dev/shm", "/var/tmp"))
+    for place in (seen, hidden):
+        request.addfinalizer(lambda place=place: shutil.rmtree(place))
+        place.chmod(0o755)
+
+    def refused(program, first):
+        program.write_text(first)
+        program.chmod(0o755)
+        done = subprocess.run(
+            ["sh", "-s", program], stdin=(DEPLOY / "systemd/install").open(), capture_output=True, text=True,
+            user=65534, env={"PATH": "/usr/bin:/bin"},
+        )  # fmt: skip
+        assert done.returncode == 1
+        return done.stderr
+
+    (hidden / "python").touch(0o755)
+    (seen / "python").symlink_to(hidden / "python")
+    assert f"hides it ({hidden}/python)" in refused(seen / "kvstored", f"#!{seen}/python -P\n")
+    assert "root is needed" in refused(seen / "kvstored", "#!/usr/bin/env python3\n")
+    assert "letters, digits and" in refused(seen / "a b", "")
 
 
 def test_the_servers_unit_lets_it_have_its_gpu_and_write_what_it_compiles():
