@@ -83,10 +83,12 @@ def hit(name: str, rounds: int, home: Path) -> dict[str, float]:
         try:
             first.answer()
             second.answer()
+            before: list[int] = []
             for number in range(-1, rounds):
                 shared, ends = prompts(number, vocabulary)
                 first.ask([{"prompts": [shared + ends[0]], "tokens": 1, "forget": True}])
-                found = second.ask({"shared": shared, "ends": ends[1:3]})
+                found = second.ask({"before": before or shared, "shared": shared, "ends": ends[1:3]})
+                before = shared + ends[3]
                 for way, row in rows.items():
                     expect({"cached": [found[way]["cached"]]}, len(shared) // BLOCK * BLOCK)
                     if number >= 0:

@@ -1,10 +1,12 @@
 """A vLLM engine that finds 1,000 tokens which another engine stored, and then finds them in its own prefix
 cache with its connector switched off: run with vLLM's own Python.
 
-Told as bench.engines.engine is: a line of options, then a line {"shared": [...], "ends": [[...], [...]]} a
-round; the answer has the processor time of both. In one process, because two equal engines differ by more
-than what is looked for; its KV cache was used once before, or every load would pay for memory that the kernel
-gives at the first touch, which an engine that has run for a minute no longer does. Owns nothing that lasts.
+Told as bench.engines.engine is: a line of options, then a line {"before": [...], "shared": [...], "ends":
+[[...], [...]]} a round; the answer has the processor time of both. In one process, because two equal engines
+differ by more than what is looked for; its KV cache was used once before, or every load would pay for memory
+that the kernel gives at the first touch, which an engine that has run for a minute no longer does. And each
+of the two comes behind a hit from the store: the first would else find the processor's caches as the other
+engine left them, and be told as slower by that, whatever it does. Owns nothing that lasts.
 """
 
 import json
@@ -48,6 +50,8 @@ def main():
     for line in sys.stdin:
         asked = json.loads(line)
         assert llm.reset_prefix_cache()
+        switch.to("ours")
+        spent_s(llm, asked["before"])
         found = {}
         for way, name, end in zip(("ours", "without"), ("store", "own"), asked["ends"], strict=True):
             switch.to(way)

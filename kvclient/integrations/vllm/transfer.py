@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,20 @@ from kvclient.integrations.vllm.scheduling import Ended, Step, Transfer
 log = logging.getLogger("vllm.kvstored")
 MISSING = 0
 IDLE_S = 2.0  # an engine that makes no step for so long has no other engine wait for what it did not seal
+
+
+@dataclass
+class _Moved:
+    """Blocks of the step under way, pinned or granted, and where they go to or come from."""
+
+    blocks: Any  # the store's Blocks, or a Writer
+    indices: list[int]  # of those that are there, or were granted
+    numbers: list[int]  # vLLM's block of each
+    keys: bytes = b""  # of what is loaded, all that were asked for
+
+    def key(self, place: int) -> bytes:
+        index = self.indices[place]
+        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
 
 class Worker:
@@ -48,9 +63,8 @@ class Worker:
         self._suspects: list[bytes] = []  # keys of blocks whose checksum was wrong
         self._index = {name: i for i, name in enumerate(layer_names)}
         self._layout_id = 0
-        # pinned blocks, (index, block number), their keys
-        self._loading: list[tuple[Any, list[tuple[int, int]], bytes]] = []
-        self._writers: list[tuple[Any, list[tuple[int, int]]]] = []
+        self._loading: list[_Moved] = []
+        self._saving: list[_Moved] = []
         self._loaded_layers: set[int] = set()
         self._saved_layers: set[int] = set()
         self.failed_blocks: set[int] = set()
@@ -137,18 +151,20 @@ class Worker:
             self._health.failed("a load", error)
             self._fail(*load.block_ids)
             return
-        present = []
-        for i, number in enumerate(load.block_ids):
+        there = range(len(blocks)) if blocks.hits == len(blocks) else self._found(blocks)
+        moved = _Moved(blocks, list(there), [load.block_ids[i] for i in there], keys)
+        self._fail(*set(load.block_ids).difference(moved.numbers))
+        self._loading.append(moved)
+
+    def _found(self, blocks: Any) -> list[int]:
+        found = []
+        for i in range(len(blocks)):
             try:
-                found = blocks[i] is not None
+                if blocks[i] is not None:
+                    found.append(i)
             except KVClientError as error:  # no pin was left for it
                 self._health.failed("a load", error)
-                found = False
-            if found:
-                present.append((i, number))
-            else:
-                self._fail(number)
-        self._loading.append((blocks, present, keys))
+        return found
 
     def _claim(self, saves: list[Transfer]) -> None:
         """Of all requests of the step at once: one question to the daemon, and one at the seal."""
@@ -167,8 +183,8 @@ class Worker:
             self._health.failed("a save", error)
             return
         blocks = list(new.values())
-        if granted := [(i, blocks[i]) for i in writer.granted]:
-            self._writers.append((writer, granted))
+        if granted := list(writer.granted):
+            self._saving.append(_Moved(writer, granted, [blocks[i] for i in granted]))
 
     def load_layer(self, name: str) -> None:
         """Before the layer's attention: its part of every pinned block is in vLLM's tensor then."""
@@ -176,34 +192,29 @@ class Worker:
         if layer is None or layer in self._loaded_layers:
             return
         self._loaded_layers.add(layer)
-        for blocks, present, keys in self._loading:
+        for moved in self._loading:
             try:
-                self._copy_out(self._rows[layer], layer, blocks, present, keys)
+                self._copy_out(self._rows[layer], layer, moved)
             except KVClientError as error:  # asked back by the daemon, or blocks of another kind
                 self._health.failed("a load", error)
-                self._fail(*(number for _, number in present))
+                self._fail(*moved.numbers)
 
-    def _copy_out(
-        self, rows: _Rows, layer: int, blocks: Any, present: list[tuple[int, int]], keys: bytes
-    ) -> None:
+    def _copy_out(self, rows: _Rows, layer: int, moved: _Moved) -> None:
         if rows.memory is not None:
-            indices, numbers = zip(*present, strict=True) if present else ((), ())
-            places = [n * rows.stride for n in numbers]
+            places = [number * rows.stride for number in moved.numbers]
             compare = not self._verify_first
-            for wrong in blocks.copy_layer(layer, rows.memory, indices, places, verify=compare):
-                self._is_wrong(*present[wrong], keys)
+            for wrong in moved.blocks.copy_layer(layer, rows.memory, moved.indices, places, verify=compare):
+                self._fail(moved.numbers[wrong])
+                self._suspects.append(moved.key(wrong))
             return
-        for i, number in present:
+        for i, number in zip(moved.indices, moved.numbers, strict=True):
             target = rows.tensor[number]
-            target.copy_(blocks[i].tensor(layer).reshape(-1).view(target.dtype).view(target.shape))
+            target.copy_(moved.blocks[i].tensor(layer).reshape(-1).view(target.dtype).view(target.shape))
 
     def _fail(self, *numbers: int) -> None:
-        self.failed_blocks.update(numbers)
-        self._spoilt = True
-
-    def _is_wrong(self, index: int, number: int, keys: bytes) -> None:
-        self._fail(number)
-        self._suspects.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+        if numbers:
+            self.failed_blocks.update(numbers)
+            self._spoilt = True
 
     def save_layer(self, name: str) -> None:
         """Behind the layer's attention."""
@@ -212,31 +223,31 @@ class Worker:
             return
         self._saved_layers.add(layer)
         rows = self._rows[layer]
-        for writer, granted in self._writers:
+        for moved in self._saving:
             with contextlib.suppress(KVClientError):  # its seal says so
                 if rows.memory is not None:
-                    indices, numbers = zip(*granted, strict=True)
-                    writer.copy_layer(layer, rows.memory, indices, [n * rows.stride for n in numbers])
+                    places = [number * rows.stride for number in moved.numbers]
+                    moved.blocks.copy_layer(layer, rows.memory, moved.indices, places)
                     continue
-                for i, number in granted:
-                    writer[i].copy_layer(layer, _as_bytes(rows.tensor[number]))
+                for i, number in zip(moved.indices, moved.numbers, strict=True):
+                    moved.blocks[i].copy_layer(layer, _as_bytes(rows.tensor[number]))
 
     def finish(self) -> None:
         """Loads and saves what no layer asked for, seals, and gives everything back."""
         for name in self._names:
             if self._loading:
                 self.load_layer(name)
-            if self._writers:
+            if self._saving:
                 self.save_layer(name)
         if self._suspects:
             self._report_suspects()
         waiting: list[Any] = []
         if not self._spoilt:
             if self._step.unsure:
-                waiting = [writer for writer, _ in self._writers]
+                waiting = [moved.blocks for moved in self._saving]
             else:
                 self._seal()
-            self._writers.clear()
+            self._saving.clear()
         self._end()
         self._unsealed.end(self._step.number, waiting)
         if self._step.loads and self._step.number:
@@ -246,9 +257,9 @@ class Worker:
         self._health.look()
 
     def _seal(self) -> None:
-        for writer, _ in self._writers:
+        for moved in self._saving:
             try:
-                writer.seal()
+                moved.blocks.seal()
             except KVClientError as error:
                 self._health.failed("a seal", error)
 
@@ -264,12 +275,12 @@ class Worker:
             self._health.failed("a load", error)
 
     def _end(self) -> None:
-        for blocks, _, _ in self._loading:
-            blocks.release()
-        for writer, _ in self._writers:
-            writer.abort()
+        for moved in self._loading:
+            moved.blocks.release()
+        for moved in self._saving:
+            moved.blocks.abort()
         self._loading.clear()
-        self._writers.clear()
+        self._saving.clear()
         self._loaded_layers.clear()
         self._saved_layers.clear()
 

@@ -58,8 +58,8 @@ class FaultyConnector(KvstoredConnector):
         original = self._worker.save_layer
 
         def save_layer(layer_name):
-            self._at(layer_name, "kill-store", self._worker._writers)
-            self._at(layer_name, "pause", self._worker._writers)
+            self._at(layer_name, "kill-store", self._worker._saving)
+            self._at(layer_name, "pause", self._worker._saving)
             original(layer_name)
 
         self._worker.save_layer = save_layer
@@ -69,8 +69,8 @@ class FaultyConnector(KvstoredConnector):
         super().wait_for_layer_load(layer_name)
         if FAULT == "zero" and self._worker._loading:
             tensor = self._worker._tensors[self._worker._index[layer_name]]
-            for _, present, _ in self._worker._loading:
-                for _, number in present:
+            for moved in self._worker._loading:
+                for number in moved.numbers:
                     tensor[number].zero_()
 
     def build_connector_meta(self, scheduler_output):

@@ -275,9 +275,9 @@ def what_the_daemon_asks_back_during_a_load_is_computed():
 
     def pinned_and_asked_back(load):
         pin(load)
-        blocks, *rest = rank.worker._loading.pop()
-        lost = SimpleNamespace(release=blocks.release, copy_layer=Mock(side_effect=[[], gone, gone]))
-        rank.worker._loading.append((lost, *rest))
+        (moved,) = rank.worker._loading
+        copies = Mock(side_effect=[[], gone, gone])
+        moved.blocks = SimpleNamespace(release=moved.blocks.release, copy_layer=copies)
 
     with patch.object(rank.worker, "_pin", pinned_and_asked_back):
         failed, _ = rank.run(step, [2], garbage=True)
