@@ -11,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from functools import cache
 from typing import Any
 
+import torch
 import vllm
 from vllm import envs
+from vllm.platforms import current_platform
 
 from kvclient._core import DerivedKeys
 from kvclient.errors import InvalidArgument
@@ -78,9 +81,15 @@ def engine_fields(config: Any) -> dict[str, Any]:
         "attention": plain("attention_config", config.attention_config),
         "adapters": None if config.lora_config is None else str(config.lora_config.lora_dtype),
         "environment": envs.compile_factors(),  # less what vLLM itself says to be without effect
-        "device": str(config.device_config.device_type),
+        "device": [str(config.device_config.device_type), *_processor()],
         "hash": [_hash_algorithm(config), os.environ.get("PYTHONHASHSEED", "")],
     }
+
+
+def _processor() -> list[str]:
+    """By what vLLM chooses a backend of attention, and on a CPU how K lies in a block (for AMX in pairs)."""
+    features = [torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()]
+    return [platform.machine(), str(current_platform.get_device_capability()), *map(str, features)]
 
 
 def _length(model: Any) -> list[Any] | None:

@@ -14,6 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -50,6 +51,7 @@ from tests.engines.vllm.vllm_identities import (
 
 DIRECTORY, MODEL, SCRATCH = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 BLOCKS = 6
+AMX = torch.cpu._is_amx_tile_supported()
 PROMPT = [(7 * i + 3) % 500 for i in range(TOKENS * BLOCKS + 8)]
 NUMBERS = itertools.count()
 init_none_hash(sha256)
@@ -124,6 +126,8 @@ def each_dimension_of_the_identity_misses():
         elsewhere = identity()
     with variable("VLLM_LOGGING_PREFIX", "x"):
         assert hits(half(identity(max_model_len=1024))) == BLOCKS * TOKENS
+    with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: not AMX):
+        another_processor = identity()
     long = copied("long", long_positions)
     media, another = MultiModalConfig(mm_processor_cache_gb=1), MultiModalConfig(video_pruning_rate=0.5)
     assert identity(fields={"multimodal_config": media}) == identity(
@@ -131,6 +135,7 @@ def each_dimension_of_the_identity_misses():
     )
     others = {
         "environment": elsewhere,
+        "processor": another_processor,
         "attention": identity(attention_config={"use_prefill_query_quantization": True}),
         "layers without it": identity(kv_cache_dtype_skip_layers=["0"]),
         "guessing": identity(speculative_config=guessing("guess", lambda path: None)),
