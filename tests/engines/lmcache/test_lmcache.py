@@ -47,12 +47,14 @@ max_local_cpu_size: 1
 remote_storage_plugins: ["kvstored"]
 remote_url: "plugin://kvstored"
 remote_serde: "naive"
+blocking_timeout_secs: 60
 extra_config:
   remote_storage_plugin.kvstored.module_path: "kvclient.integrations.lmcache"
   remote_storage_plugin.kvstored.class_name: "KvstoredRemoteConnector"
   remote_storage_plugin.kvstored.dir: "{directory}"
   remote_storage_plugin.kvstored.model_identity: "m1"
-"""
+  remote_storage_plugin.kvstored.timeout_s: 30
+"""  # waits for a machine that does much else: what comes too late is a miss, which the check does not expect
 
 
 def test_lmcaches_own_check_of_remote_backends_passes(daemon, tmp_path):
