@@ -22,6 +22,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvclient.errors import KVClientError
+from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.unsure import Doubts
 from kvclient.integrations.vllm.adapters import Adapters
@@ -93,6 +94,7 @@ class Scheduling:
         wait_pending_s: float, fetch_wait_s: float, loads: bool, saves: bool, events: bool = False,
     ) -> None:  # fmt: skip
         self._client, self._identity, self._ranks = client, identity, ranks
+        self._health = Health(client, log)
         self._block_tokens, self._hashes_per_block = block_tokens, block_tokens // hash_tokens
         self._wait_pending_s, self._loads, self._saves = wait_pending_s, loads, saves
         self._fetch_wait_s = fetch_wait_s
@@ -102,7 +104,7 @@ class Scheduling:
         self._events = Events(self._whole, KEY_BYTES, block_tokens) if events else None
         self._running: dict[str, _Running] = {}
         self._with_old_kv: set[str] = set()  # requests that have KV of before begin_anew
-        self._promised: dict[str, tuple[int, int]] = {}  # request -> first block to load, and how many
+        self._promised: dict[str, int] = {}  # blocks that the request is to load in this step
         self._steps, self._doubts = 0, Doubts()
         self._left: list[list[int]] = []  # vLLM's blocks of requests that ended before their loads had
         self._first_saved: dict[str, int] = {}  # in the step that is made: of each request
@@ -144,12 +146,20 @@ class Scheduling:
         """How many leading blocks every rank has, and whether the next is being written."""
         count, pending = len(keys) // KEY_BYTES, False
         for rank in range(self._ranks):
-            states = self._client.lookup(of_rank(keys[: count * KEY_BYTES], rank, self._ranks)).states
+            states = self._states(keys[: count * KEY_BYTES], rank)
             leading = len(states) - len(states.lstrip(THERE))
             if leading < len(states):
                 pending = states[leading] == PENDING
                 count = leading
         return count, pending
+
+    def _states(self, keys: bytes, rank: int) -> bytes:
+        """Of a rank's parts; all are missing where the store refuses to answer."""
+        try:
+            return self._client.lookup(of_rank(keys, rank, self._ranks)).states
+        except KVClientError as error:
+            self._health.failed("a look-up", error)
+            return bytes(len(keys) // KEY_BYTES)
 
     def _of_all_ranks(self, keys: bytes) -> list[bytes]:
         parts = b"".join(of_rank(keys, rank, self._ranks) for rank in range(self._ranks))
@@ -172,7 +182,7 @@ class Scheduling:
         """vLLM has made room; may be told twice."""
         self._of(request)
         if external_tokens:
-            self._promised[request.request_id] = (-1, external_tokens // self._block_tokens)
+            self._promised[request.request_id] = external_tokens // self._block_tokens
 
     def step(self, output: Any) -> Step:
         """Of vLLM's SchedulerOutput, which is left as it is."""
@@ -201,6 +211,8 @@ class Scheduling:
             self._add(step, output, req_id, cached.num_computed_tokens[i], first=resumed)
         self._promised.clear()
         self._number(step)
+        if self._health.away:  # of what failed here: the workers say when the daemon goes
+            self._health.look()
         return step
 
     def _number(self, step: Step) -> None:
@@ -241,7 +253,7 @@ class Scheduling:
 
     def _whole(self, keys: bytes) -> bytes:
         """A one for each block that every rank has."""
-        parts = [self._client.lookup(of_rank(keys, rank, self._ranks)).states for rank in range(self._ranks)]
+        parts = [self._states(keys, rank) for rank in range(self._ranks)]
         return bytes(all(state in THERE for state in states) for states in zip(*parts, strict=True))
 
     def _add(self, step: Step, output: Any, req_id: str, computed_tokens: int, first: bool) -> None:
@@ -249,7 +261,7 @@ class Scheduling:
         loaded = range(0)
         if promised := self._promised.get(req_id):
             stop = computed_tokens // size  # vLLM counts what is loaded as computed
-            loaded = range(stop - promised[1], stop)
+            loaded = range(stop - promised, stop)
             step.loads.append(running.transfer(loaded.start, stop))
         if first:
             running.saved = 0

@@ -303,6 +303,18 @@ def refused(call, word):
         raise AssertionError(f"not refused: {word}")
 
 
+def a_store_that_refuses_is_an_empty_one():
+    """As one that was started anew without this namespace, or for other users."""
+    scheduling, asked = half(identity(extra={"model_version": "refused"}), events=True), request()
+    save(scheduling, asked).seal()
+    refused = kvclient.NotPermitted("namespace 'default' is not there, or not for this user")
+    with patch.object(client, "lookup", side_effect=refused):
+        assert hits(scheduling) == 0
+        assert [type(event) for event in scheduling.take_events()] == []
+    assert hits(scheduling) == BLOCKS * TOKENS
+    assert len(list(scheduling.take_events())) == BLOCKS
+
+
 def the_gauge_says_whether_the_store_is_there():
     lines = []
     health = Health(client, SimpleNamespace(warning=lambda text, *args: lines.append(text % args)))
@@ -378,6 +390,7 @@ for scene in (
     what_was_forgotten_is_neither_found_nor_saved_for_others,
     an_adapters_content_is_part_of_the_key,
     events_tell_hashes_of_what_is_there,
+    a_store_that_refuses_is_an_empty_one,
     the_gauge_says_whether_the_store_is_there,
 ):
     scene()
