@@ -1,5 +1,5 @@
-"""The README's dozen lines. Beside `kvstored serve --dir /tmp/kvstored`, run it twice:
-`KVSTORED_DIR=/tmp/kvstored python examples/quickstart.py`.
+"""The README's dozen lines. Beside `kvstored serve --dir ~/.kvstored`, run it twice:
+`KVSTORED_DIR=~/.kvstored python examples/quickstart.py`.
 """
 
 import pathlib

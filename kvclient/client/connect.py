@@ -58,7 +58,8 @@ def connect(
     raises BlockLost where it is looked at next, arrays made before stay as they are, and the client's next
     get lets go of what nobody has an array of. Raises
     InvalidArgument, NotPermitted (also for a namespace that is not there, and for a directory or socket that
-    is closed to this user), Unavailable, DeadlineExceeded, IncompatibleVersion.
+    is closed to this user, or that anybody could have made first, as below /tmp, unless it is this user's or
+    root's), Unavailable, DeadlineExceeded, IncompatibleVersion.
     """
     if not isinstance(namespace, str) or not 0 < len(os.fsencode(namespace)) < 64 or "\0" in namespace:
         raise InvalidArgument(f"namespace={namespace!r}; it must be a name of 1 to 63 bytes")

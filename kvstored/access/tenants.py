@@ -2,8 +2,8 @@
 
 Owns what is asked of the host's user and group tables and the salts' files. Never decides about a connection:
 that is the session server's (native/core/session/session_access.cc) and, on gRPC, its tokens'. Invariant: a
-salt or a
-part of one is never in an error, a log line or a message to anybody but the namespace's own clients.
+salt or a part of one is never in an error, a log line or a message to anybody but the namespace's own
+clients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prometheus metrics over HTTP on the loopback address, only when asked for.
 
 Owns the listening socket. Answers GET /metrics and GET /healthz and nothing else, in bounded time and memory.
-The text is exposition.py's. Invariant: who connects and asks nothing keeps nobody from being answered: of
+The text is prometheus.py's. Invariant: who connects and asks nothing keeps nobody from being answered: of
 those the oldest goes when there are too many.
 """
 

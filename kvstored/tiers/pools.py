@@ -3,7 +3,7 @@ more.
 
 Owns state.json and the names in it. A pool's segments are `<prefix>.table`, `.progress` and `.pool` (and the
 session pages `<prefix>.s.*`, which the native half makes, always POSIX shared memory). What they are made of
-and whether one is to be believed is for places.py.
+and whether one is to be believed is for pool_files.py.
 
 Never maps a segment and never reads a byte of one: what they contain is for the Store to judge.
 
@@ -79,7 +79,7 @@ class Pool:
     geometry: Geometry
     pool_id: bytes
     prefix: str
-    place: str  # a directory, or places.SEALED
+    place: str  # a directory, or SEALED
     table_fd: int
     progress_fd: int
     pool_fd: int

@@ -1,4 +1,4 @@
-// What the policy of hosts does among 10, 100 and 1,000 of them: a line of JSON for each scene (bench/hosts_policy.py).
+// What the policy of hosts does among 10, 100 and 1,000 of them: a line of JSON for each scene (bench/hosts/policy.py).
 #include <cstdio>
 
 #include "tests/hosts_simulation.h"

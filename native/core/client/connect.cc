@@ -29,6 +29,22 @@ std::string closed_to_us(const std::string& socket) {
          ": the daemon's operator can name the user, or a group of it, as reader or writer of a namespace";
 }
 
+// The part of the path that anybody could have made first: it lies where everybody may write, as below /tmp, and is neither this
+// user's nor root's. Empty where there is none.
+std::string anybodys(const std::string& path) {
+  for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
+    const std::string part = path.substr(0, end);
+    const size_t slash = part.rfind('/');
+    const std::string above = slash == std::string::npos ? "." : slash == 0 ? "/" : part.substr(0, slash);
+    struct stat found, where;
+    if (::lstat(part.c_str(), &found) != 0 || ::stat(above.c_str(), &where) != 0) return {};  // connect() says why
+    const bool trusted = found.st_uid == 0 || found.st_uid == ::geteuid();
+    if ((where.st_mode & S_IWOTH) && !trusted)
+      return part + " is user " + std::to_string(found.st_uid) + "'s, and lies where everybody may make it: " + above;
+    if (end == std::string::npos) return {};
+  }
+}
+
 }  // namespace
 
 Fd connect_to(const std::string& path, double timeout_s, bool known) {
@@ -38,6 +54,9 @@ Fd connect_to(const std::string& path, double timeout_s, bool known) {
     throw Error(Code::InvalidArgument, "the socket's path has " + std::to_string(path.size()) + " bytes, the limit is " +
                                            std::to_string(sizeof address.sun_path - 1));
   std::copy(path.begin(), path.end(), address.sun_path);
+  if (const std::string why = anybodys(path); !why.empty())
+    throw Error(Code::NotPermitted,
+                why + ": who answers there may be anybody; have the daemon where its user or root alone may write");
   const uint64_t opened_ns = monotonic_ns() + static_cast<uint64_t>(1e9 * std::min(timeout_s, kOpeningS));
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!socket) throw Error(Code::Unavailable, errno_text("a socket for the daemon at " + path));

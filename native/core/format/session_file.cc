@@ -42,7 +42,8 @@ SessionFile SessionFile::create(const std::string& directory, const std::string&
     const uint64_t taken = session_file_bytes(std::min(slots, max_pins));
     int error = ::ftruncate(file.locked_.get(), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
     if (!error) error = ::posix_fallocate(file.locked_.get(), 0, static_cast<off_t>(taken));
-    if (error) throw Error(Code::NoSpace, errno_text("session file of " + std::to_string(taken) + " bytes", error));
+    if (error)
+      throw Error(Code::NoSpace, errno_text("session file of " + std::to_string(taken) + " bytes in " + directory, error));
     if (::flock(file.locked_.get(), LOCK_EX | LOCK_NB) != 0) throw Error(Code::Unavailable, errno_text("locking " + file.path_));
     file.own_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
     if (!file.own_) throw Error(Code::Unavailable, errno_text("opening " + file.path_));

@@ -1,7 +1,7 @@
 """Batches, beams, samples and the other ways to generate, with the store: as plain generate(), or left alone
 and counted.
 
-Tiny random models and the in-memory fake; the plain cases are test_hf_generate.py's.
+Tiny random models and the in-memory fake; the plain cases are tests/hf/engine/test_generate.py's.
 """
 
 import pytest

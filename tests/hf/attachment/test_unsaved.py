@@ -1,7 +1,7 @@
 """Goal: what a model computes with and no state_dict has (numbers, tensors, classes, code, configuration) is
 watched while attached, and part of the identity.
 
-Method: as test_hf_changed.py, whose subject are weights, hooks and modes.
+Method: as test_changed.py, whose subject are weights, hooks and modes.
 """
 
 import pytest

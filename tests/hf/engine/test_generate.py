@@ -59,7 +59,7 @@ def test_warm_equals_cold_and_the_floor(model, client, length):
 
 
 def test_a_whole_prompt_in_the_store_leaves_one_token_to_compute(model, client):
-    """peers.md case 23: a cache that covers the prompt makes generate() feed it again, wrong and without an
+    """A cache that covers the prompt makes generate() feed it again, wrong and without an
     error.
     """
     ids = prompt(4 * BLOCK)

@@ -2,7 +2,7 @@
 stays near it while older tokens are quantised, holds no more than its window, and goes on in another process.
 
 Method: tiny random models; plain forward passes over all tokens as reference; a real daemon and a second
-process for the take-over, the in-memory fake for the rest. Turns that fail: test_hf_turns.py.
+process for the take-over, the in-memory fake for the rest. Turns that fail: test_turns.py.
 """
 
 import dataclasses

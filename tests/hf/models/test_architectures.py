@@ -136,7 +136,7 @@ def test_both_attention_implementations(attention, client):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name, client):
-    """peers.md case 24: what would be silently wrong is refused."""
+    """What would be silently wrong is refused."""
     model = known(name)
     with pytest.raises(kvclient.hf.Refused, match=REFUSED[name][3]):
         kvclient.hf.attach(model, client)

@@ -2,7 +2,7 @@
 to a full prefill.
 
 Tiny random models and the in-memory fake: the order of the passes, and what each of them computes. What the
-estimate is worth on real text: tests/hf/test_inside_smollm2.py and bench.quality.
+estimate is worth on real text: test_inside_smollm2.py and bench.quality.
 """
 
 import math

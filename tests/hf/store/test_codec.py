@@ -2,7 +2,7 @@
 codec's.
 
 Tiny random models and the in-memory fake. The arithmetic is tests/kernels'; how near a real model's answers
-stay is test_hf_inside_smollm2.py's.
+stay is tests/hf/reuse/test_inside_smollm2.py's.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -338,3 +338,18 @@ def test_cited_sections_exist():
             if re.search(r"(?<!docs/)(?<!\[)\bdesign §", line):
                 problems.append(f"{name(path)}:{number}: which design? docs/design.md has sections")
     fail_if(problems)
+
+
+def test_cited_files_exist():
+    """By the path below some folder: `cpu/halves.h`, `pool_files.py`; tests by their first words."""
+    known = [f"/{name(path)}" for path in FILES]
+    problems = []
+    for path in PYTHON:
+        place, _, _ = name(path).partition("/")
+        if place not in ("kvstored", "kvclient", "tests"):
+            continue
+        words = syntax(path).docstring if place == "tests" else text(path)
+        for cited in re.findall(r"(?<![\w./<$*-])((?:\w+/)*[\w-]+\.(?:py|cc|h|cu|md))\b(?![\w(])", words):
+            if not any(file.endswith(f"/{cited}") for file in known):
+                problems.append(f"{name(path)}: {cited} is nowhere")
+    fail_if(problems)
