@@ -208,6 +208,8 @@ void adopt_impossible_records(bool overlapping) {
     add(free_extent(s + 4), 3, state, 7, 9);                  // a layout that is not registered
     add({0, 0}, 3, state);
     add(free_extent(s + 5), 3, state, 0);  // generation 0 was never used
+    add(free_extent(s + 6), 3, state);     // a priority beyond the last: what a use of it counts for is in no table
+    index.record(bad.back()).shape.store(Shape{0, kMaxPriority + 1, 3, 0}.pack());
   }
   add(free_extent(61), 3, State::Disk);             // no disk tier writes these yet
   add(free_extent(62), 3, static_cast<State>(77));  // no state at all

@@ -168,7 +168,7 @@ bool DiskTier::take_header(Load& load) {
   load.header = decoded.header;
   load.tokens = load.header->tokens;
   std::lock_guard lock(mutex_);
-  if (FileIndex::Entry* entry = index_.find(load.key)) entry->expiry_s = load.header->expiry_s;
+  if (FileIndex::Entry* entry = index_.find(load.key)) entry->expiry_s = load.header->expiry_s, entry->tokens = load.tokens;
   return true;
 }
 

@@ -138,7 +138,7 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
   // A record for each, while there are free ones; the others are found by their paths.
   for (const Key& key : fresh) {
     if (table_full_) break;
-    table_full_ = !accepted([&] { table_full_ = !store_.add_disk(key, 0); }) || table_full_;
+    table_full_ = !accepted([&] { table_full_ = !store_.add_disk(key, UINT32_MAX); }) || table_full_;
   }
   return !stop_.load();
 }

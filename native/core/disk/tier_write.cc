@@ -19,6 +19,14 @@ constexpr uint64_t kPieceBytes = 1ull << 20;
 constexpr uint64_t kPoliteBytes = 256ull << 10;  // the processor is the kernel's while it takes a piece: 10 to 50 µs then
 constexpr uint64_t kAloneNs = 3'000;             // giving way takes less when nobody wants the processor
 constexpr uint64_t kRestNs = 24'000'000;
+
+// As Store::file_lives_for(), of a file and a block that ends then. One that was loaded from it ends a second later.
+bool lives_until(const FileIndex::Entry& file, uint32_t expiry_s) {
+  if (file.tokens == 0) return false;  // it was only listed
+  if (!file.expiry_s || !expiry_s) return file.expiry_s == expiry_s;
+  const auto now_s = std::min(static_cast<uint32_t>(::time(nullptr)), expiry_s);
+  return file.expiry_s <= expiry_s && file.expiry_s - std::min(now_s, file.expiry_s) >= (expiry_s - now_s) / 2;
+}
 }  // namespace
 
 // Between two steps of writing, while sessions send request upon request: whoever wants this processor has it first, or a put
@@ -91,18 +99,20 @@ void DiskTier::start_write(const WriteJob& job) {
   write->begun_ns = monotonic_ns();
   write->bytes = kBlockFileHeaderBytes + job.extent.length;
   write->directory = directory_for(job.key);
-  bool there, doomed, outlives = false;
+  bool there, doomed, ends_otherwise = false;
   uint8_t where = 0;
   {
     std::lock_guard lock(mutex_);
     FileIndex::Entry* entry = index_.find(job.key);
     there = entry && !entry->doomed,
     doomed = entry ? entry->doomed : doomed_unknown_.contains(job.key) || gone_later_.contains(job.key);
-    // A file says until when its block lives, and this one, for all that is known of it, longer than it was now asked for.
-    outlives = there && job.expiry_s && (!entry->expiry_s || entry->expiry_s > job.expiry_s) && !loading_.contains(job.key);
-    if (outlives) entry->doomed = true, where = entry->directory;
+    // A file says until when its block lives, and this one, for all that is known of it, longer or less long than was asked for.
+    if (there && !lives_until(*entry, job.expiry_s)) {
+      there = false, doomed = loading_.contains(job.key);  // by its next use it is not loaded any more
+      if (!doomed) entry->doomed = ends_otherwise = true, where = entry->directory;
+    }
   }
-  if (outlives) there = false, doomed = !remove_file(job.key, where);
+  if (ends_otherwise) doomed = !remove_file(job.key, where);
   if (there || doomed || writes_.contains(job.key)) {  // it lies there since it was in memory before, or is just being removed
     store_.end_write(job.handle, there);
     return;
@@ -271,7 +281,7 @@ void DiskTier::end_write(Write& write, bool written) {
       const auto now = static_cast<uint32_t>(::time(nullptr));
       FileIndex::Entry* entry = index_.add(job.key, static_cast<uint32_t>(write.bytes / kPageBytes), write.directory, now);
       keep = entry != nullptr;  // make_quota_room() left a place; a directory that was listed meanwhile may have taken it
-      if (keep) entry->expiry_s = job.expiry_s;
+      if (keep) entry->expiry_s = job.expiry_s, entry->tokens = job.shape.tokens;
     }
     if (write.temp.empty()) reserved_bytes_ -= write.bytes;
     writing_.erase(job.key);

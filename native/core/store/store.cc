@@ -132,6 +132,8 @@ bool Store::is_claimable(const CreateRequest& request, const Key& key, double no
   if (draining_) return false;
   if (found != Index::kAbsent && !request.loaded && !file_lives_for(found, request.ttl_s))
     delete_disk_record(found), found = Index::kAbsent;
+  if (found != Index::kAbsent && !request.loaded && shape_of(found).tokens == 0)  // nobody has read until when its file lives
+    drop_disk_record(found, Event::Evict), found = Index::kAbsent;
   return true;
 }
 
@@ -163,7 +165,7 @@ bool Store::enter(const CreateRequest& request, const CreateItem& item, uint32_t
   layouts_.came(layout_slot);
   add_use(record, now);
   blocks_.records += 1, blocks_.used_bytes += extent.length;
-  transition(record, Event::Create, State::Created, on_disk ? kFlagOnDisk : 0);
+  transition(record, Event::Create, State::Created, on_disk || request.loaded ? kFlagOnDisk : 0);
   if (!index_.insert_key(item.key, record)) {
     transition(record, Event::Abort, State::Zombie, 0);
     return false;

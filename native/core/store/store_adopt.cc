@@ -247,7 +247,7 @@ bool Store::adopt_record(uint32_t record) {
   if (found.state() == State::Free || found.state() > State::Disk || found.generation() == 0) return false;
   if (found.state() == State::Disk) return adopt_disk_record(record);
   const Layout* layout = layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
-  if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens ||
+  if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens || shape.priority > kMaxPriority ||
       (extent.length != layout->extent_bytes(shape.tokens) && !may_be_region(found.state(), *layout)) ||
       !arena_.claim(extent, record))
     return false;

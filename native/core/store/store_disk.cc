@@ -171,13 +171,17 @@ Deleted Store::take_deleted() {
 
 // ---------------------------------------------------------------- blocks that lie only on disk
 
+// UINT32_MAX: nobody has read until when the file lives. Then that of a block that ends goes with it at the latest, and a block
+// that does not end is written anew, for its file may.
 bool Store::add_disk(const Key& key, uint32_t expiry_s) {
   const Entry entry(*this);
+  const bool listed = expiry_s == UINT32_MAX;
   if (const uint32_t found = index_.find_exclusive(key); found != Index::kAbsent) {
-    if (control(found).state() != State::Disk) forget_wish(found), set_flags(found, kFlagOnDisk, 0), place(found);
+    if (control(found).state() != State::Disk && !(listed && index_.record(found).expiry_s.load(std::memory_order_relaxed) == 0))
+      forget_wish(found), set_flags(found, kFlagOnDisk, 0), place(found);
     return true;
   }
-  const uint32_t record = new_disk_record(key, expiry_s, 0);
+  const uint32_t record = new_disk_record(key, listed ? 0 : expiry_s, 0);
   if (record == Index::kAbsent) return false;
   disk_.blocks.insert(kOneQueue, record, 0);
   remember_expiry(record);

@@ -128,7 +128,7 @@ void Store::free_record(uint32_t record, Event event) {
 // Of a block adopted on disk: its layout may be one that went.
 void Store::adopt_layout_on_disk(uint32_t record) {
   const Shape shape = shape_of(record);
-  if (shape.tokens != 0 && layouts_.is_known(shape.layout))
+  if (shape.tokens != 0 && layouts_.is_known(shape.layout) && shape.priority <= kMaxPriority)
     layouts_.came_on_disk(shape.layout);
   else
     index_.record(record).shape.store(Shape{kUnknownLayout, std::min(shape.priority, kMaxPriority), 0, 0}.pack());
