@@ -114,6 +114,7 @@ std::string refusal_of_begun(const Open& begun, uint32_t layout_id, uint32_t tok
 // Copies the layers in; true when all are there.
 bool copy_in(const kvs_region& region, Open& begun, uint32_t first, const std::vector<Pieces>& layers) {
   BlockWriter& writer = *begun.writer;
+  const auto copying = writer.copying();
   if (writer.closed() || !writer.item(begun.index).open) throw Error(Code::BlockLost, "the block was lost with its daemon");
   for (size_t i = 0; i < layers.size(); ++i) {
     const uint32_t layer = first + static_cast<uint32_t>(i);

@@ -96,6 +96,7 @@ kvs_status kvs_writer_meta(kvs_writer* writer, size_t i, kvs_span* bytes) {
 kvs_status kvs_writer_copy_layer(kvs_writer* writer, size_t i, uint32_t layer, const void* source, uint64_t length) {
   return guarded("kvs_writer_copy_layer", [&] {
     need(source, "source");
+    const auto copying = of(writer).copying();
     BlockWriter& grants = open(writer, i);
     check_layer(grants, layer);
     const uint64_t wanted = grants.layout().layer_bytes(layer, grants.item(i).wanted.tokens);

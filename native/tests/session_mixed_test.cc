@@ -92,10 +92,14 @@ TEST(close_waits_for_a_copy_under_way) {
     const Key mine = key(2 * round), others = key(2 * round + 1);
     auto grants = writer->create({.keys = {&mine, 1}, .token_counts = tokens, .layout = big});
     if (!CHECK(grants->item(0).open)) return;
+    const auto copy = [&] {
+      const auto held = grants->copying();
+      grants->copy_layer(0, 0, source.data());
+    };
     std::atomic<bool> begun{false};
     std::thread copying([&] {
       begun.store(true);
-      (void)thrown([&] { grants->copy_layer(0, 0, source.data()); });  // Closed, if it comes too late
+      (void)thrown(copy);  // Closed, if it comes too late
     });
     while (!begun.load()) {
     }
@@ -113,7 +117,7 @@ TEST(close_waits_for_a_copy_under_way) {
       for (size_t i = 0; i < kBytes; i += 64) wrong += batch->bytes(0)[i] != std::byte{0x33};
       CHECK_EQ(wrong, 0u);
     }
-    CHECK(thrown([&] { grants->copy_layer(0, 0, source.data()); }) == Code::Closed);
+    CHECK(thrown(copy) == Code::Closed);
     daemon.rig.store->remove(others);
     daemon.rig.store->settle();
   }

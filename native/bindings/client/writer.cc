@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <optional>
+#include <utility>
 
 #include "bindings/client/buffers.h"
 #include "bindings/client/errors.h"
@@ -61,8 +63,11 @@ void copy_layers(const GrantedBlock& block, uint32_t first, uint32_t count, nb::
   if (bytes.size() != want)
     raise("InvalidArgument",
           "the source has " + std::to_string(bytes.size()) + " bytes, the layers have " + std::to_string(want));
+  std::optional copying = block.grants->copying();
+  block.item();
   for (uint32_t i = first; i < first + count; ++i) block.grants->layer(block.index, i);  // under the GIL
   auto copy = [&] {
+    const auto until_here = *std::exchange(copying, std::nullopt);  // not until the GIL is back
     const uint8_t* from = bytes.data();
     for (uint32_t i = first; i < first + count; ++i) {
       block.grants->copy_layer(block.index, i, from);
@@ -122,9 +127,12 @@ RowIn row_in(const Writer& writer, uint64_t place, long long number) {
 
 void copy_rows_in(const Writer& writer, long long number, const std::vector<RowIn>& rows) {
   const auto layer = static_cast<uint32_t>(number);
+  std::optional copying = writer.grants->copying();
+  for (const RowIn& row : rows) GrantedBlock{writer.grants, row.index}.item();
   uint64_t total = 0;
   for (const RowIn& row : rows) writer.grants->layer(row.index, layer), total += row.length;  // under the GIL
   auto copy = [&] {
+    const auto until_here = *std::exchange(copying, std::nullopt);  // not until the GIL is back
     for (const RowIn& row : rows) writer.grants->copy_layer(row.index, layer, row.from, row.length);
   };
   without_gil(total, copy);

@@ -11,18 +11,41 @@
 #include "core/format/meta.h"
 
 namespace kv {
+namespace {
+// Blocks between a look for the page's translation, which the processor has of few, and the block's turn.
+constexpr size_t kPagesAhead = 8;
+}  // namespace
+
+// Of those that were granted, and that nobody has given back since.
+void BlockWriter::prepare(std::span<const size_t> which, const Chain* chain) {
+  const Copying held = copying();
+  PageTables::Uses uses(*attachment_->tables);
+  std::vector<std::byte> meta;
+  for (size_t k = 0; k < which.size(); ++k) {
+    const size_t i = which[k], later = which[std::min(k + kPagesAhead, which.size() - 1)];
+    if (items_[later].open) __builtin_prefetch(memory(later) + layout_.checksums_offset(items_[later].wanted.tokens), 1);
+    if (!items_[i].open) continue;
+    attachment_->tables->writing(items_[i].extent);
+    uses.add(items_[i].extent);
+    prepare_one(i, chain, meta);
+  }
+  lines_written();
+}
+
 // Pads and the areas behind the layers: the extent still has the bytes of the block before, and they are in no cache.
-void BlockWriter::prepare(size_t i, const Chain* chain) {
+void BlockWriter::prepare_one(size_t i, const Chain* chain, std::vector<std::byte>& meta) {
   const uint32_t n = items_[i].wanted.tokens;
   std::byte* block = memory(i);
   for (uint32_t layer = 0; layer < layout_.num_layers(); ++layer) {
     const uint64_t end = layout_.layer_offset(layer, n) + layout_.layer_bytes(layer, n);
     std::memset(block + end, 0, layout_.layer_offset(layer + 1, n) - end);
   }
-  const uint64_t begin = layout_.checksums_offset(n), meta_bytes = layout_.meta_bytes(n);
-  std::vector<std::byte> behind(round_up(layout_.meta_offset(n) + meta_bytes - begin, kLineBytes));
-  write_meta(i, chain, std::span(behind).subspan(layout_.meta_offset(n) - begin, meta_bytes));
-  write_lines(block + begin, behind.data(), behind.size());
+  const uint64_t sums = layout_.checksums_offset(n), begin = layout_.meta_offset(n), meta_bytes = layout_.meta_bytes(n);
+  write_zeros(block + sums, begin - sums);
+  if (meta_bytes == 0) return;
+  meta.assign(round_up(meta_bytes, kLineBytes), std::byte{0});
+  write_meta(i, chain, std::span(meta).first(meta_bytes));
+  write_lines(block + begin, meta.data(), meta.size());
 }
 
 void BlockWriter::write_meta(size_t i, const Chain* chain, std::span<std::byte> meta) const {
@@ -85,9 +108,13 @@ void BlockWriter::claim(std::span<const size_t> which, BlockWriter* sealing, con
                                     std::min<size_t>(kMaxKeysPerMessage, which.size() - std::min(first, which.size())));
     std::vector<size_t> open;
     std::vector<protocol::BlockItem> seals;
+    std::unique_lock<std::shared_mutex> uncopied;  // until they are sealed
     if (sealing && first == 0) {
+      uncopied = sealing->without_copies();
       open = sealing->open_items();
+      sealing->check_given(open);
       if (open.size() > kMaxKeysPerMessage || sealing->attachment_ != attachment_) {
+        uncopied = {};
         sealing->seal_apart(open);
         open.clear();
       }
@@ -124,13 +151,8 @@ void BlockWriter::claim(std::span<const size_t> which, BlockWriter* sealing, con
       if (error.code != Code::Detached && !open.empty()) sealing->end_open(open, true);
       throw;
     }
-    for (size_t i : part) {
-      if (!items_[i].open) continue;
-      attachment_->tables->writing(items_[i].extent);
-      attachment_->tables->used(items_[i].extent);
-      prepare(i, chain);
-    }
-    lines_written();
+    uncopied = {};
+    prepare(part, chain);
     give_up_lost(seals, sealed);
     settle_seals(seals.size(), sealed);
   }
@@ -139,16 +161,15 @@ void BlockWriter::claim(std::span<const size_t> which, BlockWriter* sealing, con
 // What is given out may change: the checksum of what was copied there before is forgotten.
 std::byte* BlockWriter::bytes(size_t i) {
   items_[i].layers_given = layout_.num_layers();
-  for (uint8_t& layer : items_[i].layers) layer &= static_cast<uint8_t>(~kChecksummed);
+  std::memset(layers(i), kGiven, layout_.num_layers());
   return memory(i);
 }
 
 std::byte* BlockWriter::layer(size_t i, uint32_t layer) {
-  Item& item = items_[i];
-  if (item.layers.empty()) item.layers.resize(layout_.num_layers());
-  if (!is_given_out(item, layer)) item.layers_given += 1;
-  item.layers[layer] = kGiven;
-  return memory(i) + layout_.layer_offset(layer, item.wanted.tokens);
+  uint8_t& flags = layers(i)[layer];
+  if (!(flags & kGiven)) items_[i].layers_given += 1;
+  flags = kGiven;
+  return memory(i) + layout_.layer_offset(layer, items_[i].wanted.tokens);
 }
 
 void BlockWriter::check_given(std::span<const size_t> which) const {
@@ -157,7 +178,7 @@ void BlockWriter::check_given(std::span<const size_t> which) const {
     if (!item.open || item.layers_given == layout_.num_layers()) continue;
     std::string missing;
     for (uint32_t first = 0, end; first < layout_.num_layers(); first = end + 1) {
-      for (end = first; end < layout_.num_layers() && !is_given_out(item, end);) ++end;
+      for (end = first; end < layout_.num_layers() && !(layers(i)[end] & kGiven);) ++end;
       if (end > first)
         missing +=
             (missing.empty() ? "" : ", ") + std::to_string(first) + (end > first + 1 ? " to " + std::to_string(end - 1) : "");
@@ -169,20 +190,23 @@ void BlockWriter::check_given(std::span<const size_t> which) const {
 }
 
 void BlockWriter::zero_rest(std::span<const size_t> which) {
+  const Copying held = copying();
   for (size_t i : which) {
     if (!items_[i].open) continue;
     for (uint32_t l = 0; l < layout_.num_layers(); ++l)
-      if (!is_given_out(items_[i], l)) write_zeros(layer(i, l), layout_.layer_bytes(l, items_[i].wanted.tokens));
+      if (!(layers(i)[l] & kGiven)) write_zeros(layer(i, l), layout_.layer_bytes(l, items_[i].wanted.tokens));
   }
   lines_written();
 }
 
 void BlockWriter::mark_layer(size_t i, uint32_t layer) {
+  const Copying held = copying();
   Item& item = items_[i];
+  if (!item.open) throw Error(Code::Closed, "this block was sealed or aborted");
   if (layer != item.layers_marked || layer >= layout_.num_layers())
     throw Error(Code::InvalidArgument, "layer is " + std::to_string(layer) + ", layers are published in order and the next is " +
                                            std::to_string(item.layers_marked) + " of " + std::to_string(layout_.num_layers()));
-  if (!is_given_out(item, layer))
+  if (!(layers(i)[layer] & kGiven))
     throw Error(Code::InvalidArgument, "layer " + std::to_string(layer) + " was not written: its memory was never asked for");
   item.layers_marked += 1;
   std::atomic<uint64_t>& word = attachment_->progress(item.handle.record);
@@ -190,17 +214,22 @@ void BlockWriter::mark_layer(size_t i, uint32_t layer) {
   futex_wake_all(word);
 }
 
+BlockWriter::Copying BlockWriter::copying() {
+  std::shared_lock client = attachment_->copying();
+  std::shared_lock writer(copying_mutex_, std::defer_lock);
+  if (!attachment_->foreign()) writer.lock();  // as without_copies()
+  return {std::move(client), std::move(writer)};
+}
+
 void BlockWriter::copy_layer(size_t i, uint32_t layer, const void* source, uint64_t length) {
-  Item& item = items_[i];
-  const auto copying = attachment_->copying();
-  const uint32_t n = item.wanted.tokens;
+  const uint32_t n = items_[i].wanted.tokens;
   const uint64_t whole = layout_.layer_bytes(layer, n), copied = std::min(length, whole);
   std::byte* target = this->layer(i, layer);
   uint32_t sum = copy_crc32c(target, source, copied);
   std::memset(target + copied, 0, whole - copied);
   sum = crc32c(target + copied, whole - copied, sum);
   std::memcpy(memory(i) + layout_.checksums_offset(n) + 4 * layer, &sum, sizeof sum);
-  item.layers[layer] |= kChecksummed;
+  layers(i)[layer] |= kChecksummed;
 }
 
 std::vector<size_t> BlockWriter::open_items() const {
@@ -215,13 +244,21 @@ std::vector<protocol::BlockItem> BlockWriter::block_items(std::span<const size_t
   for (size_t i : which) {
     const Item& item = items_[i];
     if (!item.open) continue;
-    const bool sums = seal && !item.layers.empty() &&
-                      std::all_of(item.layers.begin(), item.layers.end(), [](uint8_t l) { return l & kChecksummed; });
+    const bool sums =
+        seal && std::all_of(layers(i), layers(i) + layout_.num_layers(), [](uint8_t layer) { return layer & kChecksummed; });
     out.push_back({item.handle.record, sums, item.handle.generation});
   }
   return out;
 }
 
+// Waits for the copies that are under way: what is sealed is whole, and to what is given back nobody writes.
+std::unique_lock<std::shared_mutex> BlockWriter::without_copies() {
+  std::unique_lock lock(copying_mutex_, std::defer_lock);
+  if (!attachment_->foreign()) lock.lock();  // else a thread of the parent's may have had it at the fork
+  return lock;
+}
+
+// The caller holds without_copies().
 std::vector<protocol::BlockItem> BlockWriter::end_open(std::span<const size_t> which, bool seal) {
   std::vector<protocol::BlockItem> out = block_items(which, seal);
   for (size_t i : which) {
@@ -236,9 +273,11 @@ std::vector<protocol::BlockItem> BlockWriter::end_open(std::span<const size_t> w
 void BlockWriter::seal(std::span<const size_t> which, bool zero_rest) {
   if (closed()) throw Error(Code::Closed, "the client was closed, and its unsealed blocks given up");
   if (zero_rest) this->zero_rest(which);
+  std::unique_lock uncopied = without_copies();
   check_given(which);
   const auto given_up = std::count_if(which.begin(), which.end(), [&](size_t i) { return items_[i].given_up; });
   const std::vector<protocol::BlockItem> blocks = end_open(which, true);
+  uncopied = {};
   std::vector<uint8_t> all;
   for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
     const size_t count = std::min<size_t>(kMaxKeysPerMessage, blocks.size() - first);
@@ -273,7 +312,9 @@ BlockWriter::~BlockWriter() {
 }
 
 void BlockWriter::abort(std::span<const size_t> which) {
+  std::unique_lock uncopied = without_copies();
   const std::vector<protocol::BlockItem> blocks = end_open(which, false);
+  uncopied = {};
   for (size_t first = 0; first < blocks.size(); first += kMaxKeysPerMessage) {
     const size_t count = std::min<size_t>(kMaxKeysPerMessage, blocks.size() - first);
     try {
@@ -310,7 +351,6 @@ bool BlockWriter::wait_pending(const timespec& deadline) {
 
 std::shared_ptr<BlockWriter> Client::create(const Create& request) {
   const std::shared_ptr<Attachment> at = usable();
-  if (request.sealing) request.sealing->check_given(request.sealing->open_items());
   if (request.attachment && *request.attachment != at->number())
     throw Error(Code::Detached, "attached anew: layouts may have other numbers here");
   const Attachment::Known known = at->layout(request.layout);
@@ -319,6 +359,7 @@ std::shared_ptr<BlockWriter> Client::create(const Create& request) {
   if (request.chain) grants->chain_ = *request.chain;
   const uint64_t* fingerprints = request.chain ? request.chain->fingerprints() : nullptr;
   grants->items_.resize(request.keys.size());
+  grants->layers_.resize(request.keys.size() * layout.num_layers());
   std::vector<size_t> all(request.keys.size());
   for (size_t i = 0; i < request.keys.size(); ++i) {
     CreateItem& item = grants->items_[i].wanted;

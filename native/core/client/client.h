@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <shared_mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -87,7 +88,6 @@ class BlockWriter {
     bool open = false;      // granted, neither sealed nor aborted
     bool given_up = false;  // aborted by this writer: nothing is left to seal
     uint32_t layers_marked = 0, layers_given = 0;
-    std::vector<uint8_t> layers;  // per layer kGiven and kChecksummed; empty until a single layer is given out
   };
 
   BlockWriter(std::shared_ptr<Attachment> attachment, const Layout& layout, uint32_t layout_id, uint32_t priority, uint32_t ttl_s)
@@ -107,10 +107,21 @@ class BlockWriter {
   // The meta area of block i, which was granted.
   std::byte* meta(size_t i) const { return memory(i) + layout_.meta_offset(items_[i].wanted.tokens); }
 
-  // Followers may read this layer of block i from now on. Throws InvalidArgument out of order, or if it was not given out.
+  // Followers may read this layer of block i from now on. Throws InvalidArgument out of order or not given out, Closed if ended.
   void mark_layer(size_t i, uint32_t layer);
-  // Copies one layer in, past the caches, and keeps its checksum. To be called for one layer by one thread, after layer().
-  // Behind `length` bytes, at most the layer's, follow zeros.
+  // While one lives, the blocks that are open stay so: a seal, an abort and close() wait for its end. So it is made before the
+  // caller looks whether they are.
+  class Copying {
+   public:
+    Copying(std::shared_lock<std::shared_mutex> client, std::shared_lock<std::shared_mutex> writer)
+        : client_(std::move(client)), writer_(std::move(writer)) {}
+
+   private:
+    std::shared_lock<std::shared_mutex> client_, writer_;
+  };
+  Copying copying();  // throws Closed if its client was closed
+  // Copies one layer in, past the caches, and keeps its checksum. To be called for one layer by one thread, after layer(), while
+  // a Copying lives. Behind `length` bytes, at most the layer's, follow zeros.
   void copy_layer(size_t i, uint32_t layer, const void* source, uint64_t length = UINT64_MAX);
 
   // Ends the open ones among these blocks. Throws InvalidArgument, before anything, if one has layers that were never given out
@@ -126,9 +137,9 @@ class BlockWriter {
   friend class Client;
   static constexpr uint8_t kGiven = 1, kChecksummed = 2;
   std::byte* memory(size_t i) const { return attachment_->writable(items_[i].extent.offset); }
-  bool is_given_out(const Item& item, uint32_t layer) const {
-    return item.layers_given == layout_.num_layers() || (!item.layers.empty() && item.layers[layer] & kGiven);
-  }
+  uint8_t* layers(size_t i) { return &layers_[i * layout_.num_layers()]; }
+  const uint8_t* layers(size_t i) const { return &layers_[i * layout_.num_layers()]; }
+  std::unique_lock<std::shared_mutex> without_copies();  // for as long as it is held
   void check_given(std::span<const size_t> which) const;
   void zero_rest(std::span<const size_t> which);
   void claim(std::span<const size_t> which, BlockWriter* sealing, const Chain* chain);
@@ -136,7 +147,8 @@ class BlockWriter {
   std::vector<protocol::BlockItem> end_open(std::span<const size_t> which, bool seal);
   void seal_apart(std::span<const size_t> which);
   void take_grants(std::span<const size_t> which, std::span<const protocol::GrantItem> grants);
-  void prepare(size_t i, const Chain* chain);
+  void prepare(std::span<const size_t> which, const Chain* chain);
+  void prepare_one(size_t i, const Chain* chain, std::vector<std::byte>& meta);
   void write_meta(size_t i, const Chain* chain, std::span<std::byte> meta) const;
   void give_up_lost(std::span<const protocol::BlockItem> blocks, std::span<const uint8_t> answers);
   void settle_seals(size_t wanted, std::span<const uint8_t> answers);
@@ -145,7 +157,9 @@ class BlockWriter {
   const Layout layout_;
   const uint32_t layout_id_, priority_, ttl_s_;
   std::vector<Item> items_;
+  std::vector<uint8_t> layers_;  // of each item, one after the other, what of kGiven and kChecksummed each layer is
   std::optional<Chain> chain_;
+  std::shared_mutex copying_mutex_;  // shared by copies; who ends blocks has it to itself
 };
 
 struct Create {
@@ -220,8 +234,7 @@ class Client {
   void find_all(Attachment& at, std::span<const Key> keys, std::vector<Find>& found, std::vector<Snapshot>& where);
   void ask_where(Attachment& at, std::span<const Key> keys, std::span<const size_t> which, std::vector<Find>& found,
                  std::vector<Snapshot>& where);
-  void pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found,
-               std::vector<Snapshot>& where);
+  void pin_all(Attachment& at, BlockBatch& batch, bool follow, std::vector<Find>& found, const std::vector<Snapshot>& where);
 
   const AttachOptions options_;
   const Door door_;
