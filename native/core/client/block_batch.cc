@@ -20,13 +20,23 @@ const KnownLayout* BlockBatch::keep(Attachment::Known layout) {
   return layouts_.emplace_back(std::move(layout)).get();
 }
 
+namespace {
+// Called once a batch: where a thread's variable lies is asked for by a call, which a loop would repeat.
+[[gnu::noinline]] std::vector<uint32_t>& slots_to_clear() {
+  thread_local std::vector<uint32_t> slots;
+  return slots;
+}
+}  // namespace
+
 // Without an export nobody else lets go of a block, so none is counted down. hold() and close() each say what they do before
 // they look what the other does: one of the two sees the other.
 void BlockBatch::close() {
   if (closed_.exchange(true)) return;
-  thread_local std::vector<uint32_t> slots;
+  const bool alone = !exported_.load();
+  std::vector<uint32_t>& slots = slots_to_clear();
   slots.clear();
-  const bool alone = !exported_.load(), foreign = attachment_->foreign();
+  if (attachment_->foreign()) return;
+  PageTables::Uses uses(*attachment_->tables);
   for (Item& item : items_) {
     if (item.state != ItemState::Hit || !item.holders.load(std::memory_order_relaxed)) continue;
     if (alone)
@@ -34,9 +44,9 @@ void BlockBatch::close() {
     else if (item.holders.fetch_sub(1, std::memory_order_acq_rel) != 1)
       continue;
     slots.push_back(item.slot);
-    if (!foreign) attachment_->tables->used(item.at.extent);
+    uses.add(item.at.extent);
   }
-  if (!slots.empty() && !foreign) attachment_->board->clear(slots);
+  if (!slots.empty()) attachment_->board->clear(slots);
 }
 
 void BlockBatch::check_held() {

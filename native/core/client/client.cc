@@ -33,11 +33,32 @@ Presence presence(Find found, const Snapshot& s) {
   return readable(s, false) ? Presence::Resident : Presence::Missing;
 }
 
-struct Pinning {  // of one call; its thread keeps the memory
-  std::vector<uint64_t> pins;
-  std::vector<uint32_t> wanted, pages, slots, lost;  // pages of each pin's block; of `wanted`, which keys
-  std::vector<Extent> extents;
+struct Reading {  // memory of a look-up or a get, kept by its thread for the next
+  std::vector<Find> found;
+  std::vector<Snapshot> where;
+  std::vector<uint32_t> hits;
 };
+
+struct Pinning {
+  std::vector<uint64_t> pins;
+  std::vector<uint32_t> keys, pages, slots, lost;  // of each pin: which key's, pages of its block, where it stands
+
+  void fit(size_t count) {
+    lost.clear();
+    if (pins.size() >= count) return;
+    pins.resize(count), keys.resize(count), pages.resize(count), slots.resize(count);
+  }
+};
+
+// Functions that are called once: where a thread's variables lie is asked for by a call, which a loop would repeat.
+[[gnu::noinline]] Reading& reading() {
+  thread_local Reading kept;
+  return kept;
+}
+[[gnu::noinline]] Pinning& pinning() {
+  thread_local Pinning kept;
+  return kept;
+}
 
 }  // namespace
 
@@ -145,8 +166,7 @@ void Client::ask_where(Attachment& at, std::span<const Key> keys, std::span<cons
 
 std::vector<uint8_t> Client::lookup(std::span<const Key> keys) {
   const std::shared_ptr<Attachment> at = usable();
-  thread_local std::vector<Find> found;
-  thread_local std::vector<Snapshot> where;
+  auto& [found, where, hits] = reading();
   find_all(*at, keys, found, where);
   std::vector<uint8_t> out(keys.size());
   for (size_t i = 0; i < keys.size(); ++i) out[i] = static_cast<uint8_t>(presence(found[i], where[i]));
@@ -155,59 +175,69 @@ std::vector<uint8_t> Client::lookup(std::span<const Key> keys) {
 }
 
 // Writes the pins, one fence for all, then looks whether any block changed before its pin could be seen.
-void Client::pin_all(Attachment& at, BlockBatch& batch, std::span<const Key> keys, bool follow, std::vector<Find>& found,
-                     std::vector<Snapshot>& where) {
-  thread_local Pinning kept;
-  auto& [pins, wanted, pages, slots, lost, extents] = kept;
-  pins.clear(), wanted.clear(), pages.clear(), lost.clear(), extents.clear();
-  for (size_t i = 0; i < keys.size(); ++i) {
-    if (found[i] != Find::Hit || !readable(where[i], follow) || where[i].extent.end() > at.pool_bytes()) continue;
-    pins.push_back(pin_word(where[i].record, where[i].control.generation()));
-    wanted.push_back(static_cast<uint32_t>(i));
-    pages.push_back(static_cast<uint32_t>(where[i].extent.length / kPageBytes));
+void Client::pin_all(Attachment& at, BlockBatch& batch, bool follow, std::vector<Find>& found,
+                     const std::vector<Snapshot>& where) {
+  Pinning& kept = pinning();
+  kept.fit(found.size());
+  const std::span<uint64_t> pins(kept.pins);
+  const std::span<uint32_t> keys(kept.keys), pages(kept.pages), slots(kept.slots);
+  size_t wanted = 0;
+  for (size_t i = 0; i < found.size(); ++i) {
+    const Snapshot& there = where[i];
+    if (found[i] != Find::Hit || !readable(there, follow) || there.extent.end() > at.pool_bytes()) continue;
+    pins[wanted] = pin_word(there.record, there.control.generation());
+    keys[wanted] = static_cast<uint32_t>(i);
+    pages[wanted++] = static_cast<uint32_t>(there.extent.length / kPageBytes);
   }
-  slots.resize(wanted.size());
-  const size_t taken = at.take_pins(pins, pages, slots.data());
+  const size_t taken = at.take_pins(pins.first(wanted), pages.first(wanted), slots.data());
   fence_full();
   const bool current = at.current();
   const PinAllowance allowed = at.board->allowance();  // behind the fence: are pins there still honoured?
   uint64_t bytes = 0;
   const KnownLayout* layout = nullptr;
   uint32_t slot = 0;
-  for (size_t k = 0; k < wanted.size(); ++k) {
-    const size_t i = wanted[k];
-    BlockBatch::Item& item = batch.item(i);
-    if (k >= taken || !allowed.covers(slots[k], pages[k])) {
-      item.state = ItemState::Exhausted;
-      if (k < taken) lost.push_back(slots[k]);  // taken back before this pin could be seen
-      continue;
-    }
-    const Control now = at.index.control(where[i].record);
-    if (!current || now.generation() != where[i].control.generation()) {
-      lost.push_back(slots[k]);
-      found[i] = Find::Torn;  // it changed under us: worth another look
-      continue;
-    }
-    if (!layout || where[i].shape.layout != slot) {
-      layout = batch.keep(at.layout_in(slot = where[i].shape.layout));
-      if (!layout) {  // of a table that is damaged
-        lost.push_back(slots[k]);
+  {
+    PageTables::Uses uses(*at.tables);
+    for (size_t k = 0; k < wanted; ++k) {
+      const size_t i = keys[k];
+      const Snapshot& there = where[i];
+      BlockBatch::Item& item = batch.item(i);
+      if (k >= taken || !allowed.covers(slots[k], pages[k])) {
+        item.state = ItemState::Exhausted;
+        if (k < taken) kept.lost.push_back(slots[k]);  // taken back before this pin could be seen
         continue;
       }
+      const Control now = at.index.control(there.record);
+      if (!current || now.generation() != there.control.generation()) {
+        kept.lost.push_back(slots[k]);
+        found[i] = Find::Torn;  // it changed under us: worth another look
+        continue;
+      }
+      if (!layout || there.shape.layout != slot) {
+        layout = batch.keep(at.layout_in(slot = there.shape.layout));
+        if (!layout) {  // of a table that is damaged
+          kept.lost.push_back(slots[k]);
+          continue;
+        }
+      }
+      item.at = there;
+      item.at.control = now;
+      item.at.shape.layout = layout->id;
+      item.layout = &layout->layout;
+      item.slot = slots[k];
+      item.state = ItemState::Hit;
+      item.holders.store(1, std::memory_order_relaxed);
+      bytes += there.extent.length;
+      uses.add(there.extent);
     }
-    item.at = where[i];
-    item.at.control = now;
-    item.at.shape.layout = layout->id;
-    item.layout = &layout->layout;
-    item.slot = slots[k];
-    item.state = ItemState::Hit;
-    item.holders.store(1, std::memory_order_relaxed);
-    extents.push_back(item.at.extent), bytes += item.at.extent.length;
   }
-  if (!lost.empty()) at.board->clear(lost);
+  if (!kept.lost.empty()) at.board->clear(kept.lost);
   if (!current) throw Error(Code::Detached, "another daemon took over during the get");
-  for (const Extent& extent : extents) at.tables->used(extent);
-  if (bytes >= PageTables::kWorthAThread) at.tables->reading(extents);
+  if (bytes < PageTables::kWorthAThread) return;
+  std::vector<Extent> extents;
+  for (size_t k = 0; k < wanted; ++k)
+    if (batch.item(keys[k]).state == ItemState::Hit) extents.push_back(where[keys[k]].extent);
+  at.tables->reading(extents);
 }
 
 // Looks one block up again and pins it: one that changed between look-up and pin may be there again.
@@ -218,7 +248,7 @@ Find Client::pin_one(const std::shared_ptr<Attachment>& at, BlockBatch& batch, s
   find_all(*at, keys.subspan(i, 1), found, where);  // asks the daemon if the index cannot be read whole
   there = where[0];
   BlockBatch single(at, 1);
-  pin_all(*at, single, keys.subspan(i, 1), follow, found, where);
+  pin_all(*at, single, follow, found, where);
   BlockBatch::Item& mine = batch.item(i);
   batch.keep_all(single);
   mine.at = single.item(0).at, mine.layout = single.item(0).layout, mine.state = single.item(0).state;
@@ -232,19 +262,15 @@ std::shared_ptr<BlockBatch> Client::get(std::span<const Key> keys, bool follow) 
   std::shared_ptr<Attachment> at = usable();
   if (options_.terms.bounded()) at->let_go_of_asked();
   auto batch = std::make_shared<BlockBatch>(at, keys.size());
-  thread_local std::vector<Find> found;
-  thread_local std::vector<Snapshot> where;
+  auto& [found, where, hits] = reading();
   find_all(*at, keys, found, where);
-  pin_all(*at, *batch, keys, follow, found, where);
+  pin_all(*at, *batch, follow, found, where);
+  hits.clear();
+  uint64_t misses = 0;
   for (size_t i = 0; i < keys.size(); ++i) {
     Snapshot there;
     for (uint32_t tries = 0; found[i] == Find::Torn && tries < kProbeTries; ++tries)
       found[i] = pin_one(at, *batch, keys, i, follow, there);
-  }
-  thread_local std::vector<uint32_t> hits;
-  hits.clear();
-  uint64_t misses = 0;
-  for (size_t i = 0; i < keys.size(); ++i) {
     const BlockBatch::Item& item = batch->item(i);
     if (item.state == ItemState::Hit) hits.push_back(item.at.record);
     misses += item.state == ItemState::Miss;

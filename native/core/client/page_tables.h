@@ -53,9 +53,20 @@ class PageTables {
   void reading(std::span<const Extent> extents);  // are about to be read
   void writing(Extent extent);                    // is about to be written
   // It is read or written now: when that was long ago it may go. What is in use and never told so stays.
-  void used(Extent extent) {
-    if (recent_.use(extent) || !watching_.load(std::memory_order_relaxed)) watch();
-  }
+  void used(Extent extent) { Uses(*this).add(extent); }
+  class Uses {  // the same of many: whether somebody looks is asked once
+   public:
+    explicit Uses(PageTables& tables) : tables_(tables) {}
+    ~Uses() {
+      if (any_ || !tables_.watching_.load(std::memory_order_relaxed)) tables_.watch();
+    }
+    Uses(const Uses&) = delete;
+    void add(Extent extent) { any_ |= tables_.recent_.use(extent); }
+
+   private:
+    PageTables& tables_;
+    bool any_ = false;
+  };
   void stop();     // prompt; what is not there by then comes with its first touch
   void abandon();  // in a forked child, where its thread is not
   uint64_t bytes() const { return read_.bytes() + written_.bytes(); }
