@@ -155,13 +155,23 @@ def test_stop_ends_the_computing_and_edit_asks_again(page, roomy, wait_until):
     page.click("#stop")
     page.wait_for_selector("#stop", state="hidden")
     assert "stopped" in page.inner_text("#log")
-    wait_until(lambda: roomy.stats().get("requests_cancelled_total"))
-    assert roomy.stats()["requests_running"] == 0
+    wait_until(lambda: (s := roomy.stats()).get("requests_cancelled_total") and not s["requests_running"])
     page.click("text=Edit and resend")
     assert page.input_value("#message") == "go on" and page.locator(".turn").count() == 0
     page.fill("#max_tokens", "5")
-    body = asked(page, lambda: say(page, "something else", ended=False))
-    assert [m["content"] for m in body["messages"]] == ["something else"]
+    asked_now = asked(page, lambda: say(page, "something else", ended=False))["messages"]
+    assert [message["content"] for message in asked_now] == ["something else"]
+
+
+def test_of_several_models_one_can_be_chosen_and_stays_so(page):
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny"}, {"id": "other"}]}))
+    page.reload()
+    answers(page, {"content": "said"})
+    for name in ("tiny", "other"):
+        page.select_option("#models", name)
+        assert asked(page, lambda: say(page, "one", ended=False))["model"] == name
+    page.reload()
+    expect(page.locator("#models")).to_have_value("other")
 
 
 def test_a_reload_keeps_the_conversation_and_new_forgets_it(page):
@@ -260,9 +270,8 @@ def test_settings_and_figures_outlast_a_reload_and_the_key_does_not(page):
     page.reload()
     assert page.input_value("#system") == "be brief" and page.input_value("#top_p") == "0.5"
     expect(page.locator("#sizes")).to_be_visible()
-    assert page.input_value("#key") == "" and "secret" not in page.evaluate(
-        "JSON.stringify({...sessionStorage})"
-    )
+    assert page.input_value("#key") == ""
+    assert "secret" not in page.evaluate("JSON.stringify({...sessionStorage})")
     assert page.locator("#plot rect").count() == 1
     body = asked(page, lambda: say(page, "two", ended=False))
     assert body["window"]["recent"] == 48 and body["messages"][0]["content"] == "be brief"
@@ -318,10 +327,8 @@ def test_no_rule_for_access_is_broken(browser, roomy, scheme):
 
         def look(state, page=page):
             broken = axe.run(page).response["violations"]
-            assert not broken, (
-                state,
-                [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in broken],
-            )
+            met = [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in broken]
+            assert not met, (state, met)
 
         look("before anything was said")
         page.check("#window")
