@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--api-key-file", type=Path, help="one key a line; empty lines and those that begin with # are none")
     add("--allow-origin", action="append", default=[],
         help="of a page elsewhere whose scripts may ask, as https://chat.example; may repeat")  # fmt: skip
-    add("--warm", type=Path, help="a text to compute before the first request")
+    add("--warm", type=Path, help="a text whose beginning is computed before the first request")
     add("--print-config", action="store_true", help="print what was understood as JSON, and end")
     return out
 
@@ -117,6 +117,12 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for origin in chosen.allow_origin:
         if not re.fullmatch(r"https?://[^/\s*]+", origin):
             made.error(f"--allow-origin={origin}; a scheme and a host are wanted, as https://chat.example")
+    if chosen.warm is not None:
+        try:
+            if not chosen.warm.read_text().strip():
+                raise ValueError("it has no text")
+        except (OSError, ValueError) as error:
+            made.error(f"--warm {chosen.warm}: {error}")
     listening.check(made, chosen)
     try:
         chosen.keys = keys.on_command_line(chosen.api_key)
@@ -159,6 +165,7 @@ def served(chosen: argparse.Namespace) -> Any:
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     if chosen.store:
         client = kvclient.InMemoryClient(chosen.store)
     else:
@@ -253,8 +260,8 @@ def _is_awq(model: str) -> bool:
 
 
 def first_token(asking: Any, text: str) -> float:
-    """Computes a text, so that /health may say ready. Returns the seconds it took. Raises SystemExit where it
-    fails.
+    """Computes a text, or as much of its beginning as there is room for, so that /health may say ready.
+    Returns the seconds it took. Raises SystemExit where it fails.
     """
     import threading
 
@@ -269,7 +276,8 @@ def first_token(asking: Any, text: str) -> float:
         if isinstance(event, Done | Failed):
             done.set()
 
-    ids = asking.tokens(text)[-asking.max_tokens + 1 :]
+    room = min(asking.max_tokens, asking.loop.limits.memory_tokens) - 1  # one is answered
+    ids = asking.tokens(text)[: max(1, room)]
     asking.loop.submit(Job(ids, 1, Sampler(Sampling(temperature=0), ids), Text(asking.tokenizer), tell))
     done.wait()
     if isinstance(said[-1], Failed):

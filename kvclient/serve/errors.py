@@ -57,22 +57,22 @@ def unprocessable(message: str, param: str) -> ApiError:
     return ApiError(422, message, param=param, code="unprocessable")
 
 
-def too_long(tokens: int, wanted: int, limit: int) -> ApiError:
+def too_long(tokens: int, wanted: int, limit: int, param: str) -> ApiError:
     """The error for a prompt of so many tokens, with so many more wanted, beyond the limit."""
     longest = max(0, limit - wanted)
     return ApiError(
         400,
         f"the prompt has {tokens} tokens and {wanted} more are asked for; this server computes {limit} at "
         f"most: the longest prompt that fits has {longest}",
-        code="context_length_exceeded", param="messages",
+        code="context_length_exceeded", param=param,
     )  # fmt: skip
 
 
-def too_large(tokens: int, wanted: int, limit: int) -> ApiError:
+def too_large(tokens: int, wanted: int, limit: int, param: str) -> ApiError:
     """The model would take it; the memory that --memory-tokens gives to all requests would not."""
     longest = max(0, limit - wanted)
     return ApiError(
         413, f"the prompt has {tokens} tokens and {wanted} more are asked for; this server has memory for the"
         f" KV of {limit}: the longest prompt that fits has {longest}",
-        code="context_length_exceeded", param="messages",
+        code="context_length_exceeded", param=param,
     )  # fmt: skip

@@ -6,13 +6,16 @@ Method: the command lines of the server and the router, with files and environme
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from kvclient.hf.reuse.repair import METHODS
-from kvclient.serve.__main__ import BOUNDS, REPAIRS, main, options, parser, size
+from kvclient.serve.__main__ import BOUNDS, REPAIRS, first_token, main, options, parser, size
+from kvclient.serve.engine.job import Done
 from kvclient.serve.http import decisions, messages, responses, schema
 from kvclient.serve.route import command
+from kvclient.serve.scheduler import Limits
 from tests.conftest import ROOT
 
 
@@ -55,6 +58,8 @@ def test_a_file_is_below_the_environment_and_that_below_flags(tmp_path, monkeypa
         ('sink-tokens = 8\nrepair = "auto"', "--repair auto"),
         ('kv-codec = "int8"\nchunker = "sentence"', "--chunker sentence"),
         ('sink-tokens = -1\nrepair = "auto"', "sink-tokens"),
+        ('warm = "/dev/null"', "no text"),
+        ('warm = "/nowhere"', "--warm /nowhere"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path, capsys, text, word):
@@ -70,6 +75,20 @@ def test_every_number_is_bounded_and_every_repair_is_one():
     numbers = {a.dest for a in parser()._actions if a.type in (int, float, size)} - {"port"}
     assert numbers == set(BOUNDS)
     assert {*REPAIRS} == {"calibrated", *METHODS}
+
+
+@pytest.mark.parametrize(("longest", "memory", "computed"), [(10, 99, 9), (99, 8, 7), (99, 99, 20)])
+def test_of_a_text_to_be_warmed_the_beginning_is_computed(longest, memory, computed):
+    taken = []
+
+    def submit(job):
+        taken.extend(job.prompt)
+        job.tell(Done("length", ""))
+
+    loop = SimpleNamespace(submit=submit, limits=Limits(memory_tokens=memory))
+    asking = SimpleNamespace(tokens=lambda text: [*range(20)], max_tokens=longest, loop=loop, tokenizer=None)
+    first_token(asking, "text")
+    assert taken == [*range(computed)]
 
 
 @pytest.mark.parametrize("made", [parser, command.parser])

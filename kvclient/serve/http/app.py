@@ -6,6 +6,7 @@ client that hangs up costs at most the step under way.
 """
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,6 +40,7 @@ from kvclient.serve.http.schema import (
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_BODY_BYTES = 8 << 20
+FIELD = re.compile(r"(?!(body|str)$)[a-z_][a-z0-9_]*")  # of a place of pydantic's, which names kinds too
 MOST_LONG, RETRY_AFTER_S = 64, 1  # long texts that wait to be read
 SHORT_BODY_BYTES = 64 << 10  # what is longer takes its time to be read as tokens, beside the others
 
@@ -294,8 +296,13 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ValidationError)
     async def invalid(request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body" and not isinstance(part, int))
+        # Of a field that may be of several kinds, what is wrong deepest inside is what was meant.
+        first = max(error.errors(), key=lambda met: len(met["loc"]))
+        place = ".".join(str(part) for part in first["loc"] if FIELD.fullmatch(str(part)))
+        kind = request.headers.get("content-type", "")
+        if not place and "json" not in kind:
+            told = f"a body of Content-Type application/json is wanted, not {kind or 'one that says none'}"
+            return _shown(ApiError(400, told), request.url.path)
         if first["type"] == "extra_forbidden":
             return _shown(unsupported(place), request.url.path)
         value = first.get("input")

@@ -207,6 +207,8 @@ class Asking:
             json.dumps(told_back, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:  # half a surrogate pair, or no number
             raise ApiError(400, f"what is no JSON in tools: {error}", param="tools") from error
+        if not isinstance(request.input, str) and not request.input:
+            raise ApiError(400, "input has no item", param="input")
         return self.chat(responses_as_chat(request))
 
     def messages(self, request: Counted) -> list[Ask]:
@@ -332,14 +334,15 @@ class Asking:
         window = more.get("windowing")
         most = self.max_tokens if window is None else max(self.max_tokens, MOST_POSITIONS)
         room = most - len(prompt)
+        param = "prompt" if isinstance(request, CompletionRequest) else "messages"
+        if room < (wanted or 1):
+            raise too_long(len(prompt), wanted or 1, most, param)
         if window is None and len(prompt) + (wanted or 1) > self.loop.limits.memory_tokens:
-            raise too_large(len(prompt), wanted or 1, self.loop.limits.memory_tokens)
+            raise too_large(len(prompt), wanted or 1, self.loop.limits.memory_tokens, param)
         new_tokens = wanted
         if new_tokens is None:
             held = self.loop.limits.memory_tokens - len(prompt) if window is None else room
             new_tokens = min(DEFAULT_NEW_TOKENS, room, held)
-        if room < max(1, new_tokens):
-            raise too_long(len(prompt), max(1, new_tokens), most)
         if window is not None and window.most_tokens > self.max_tokens:
             text = f"the window holds up to {window.most_tokens} tokens; the limit is {self.max_tokens}"
             raise ApiError(400, text, param="window")

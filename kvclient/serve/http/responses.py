@@ -61,7 +61,9 @@ class TextOptions(Strict):
 
 
 class ResponsesRequest(Strict):
-    """store, user, metadata and truncation "disabled" change nothing here, and are taken."""
+    """store, user, safety_identifier, prompt_cache_key, metadata and truncation "disabled" change nothing
+    here, and are taken.
+    """
 
     model: str | None = None
     input: str | list[FunctionCall | FunctionResult | Reasoned | Message]
@@ -77,6 +79,8 @@ class ResponsesRequest(Strict):
     truncation: Literal["disabled"] | None = None
     store: bool | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     cache: CacheOptions = CacheOptions()
     kv_codec: Literal["none", "int8", "int4"] | None = None

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MOST_STOPS, MOST_STOP_CHARS, MOST_CHOICES, MOST_TOOLS = 16, 256, 16, 64
 Tokens = list[int]
 
 
 class Strict(BaseModel):
+    """What is null is not said: clients spell out what they leave to the server."""
+
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unsaid(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Strict):
@@ -44,7 +53,9 @@ class WindowOptions(Strict):
 
 
 class Common(Strict):
-    """Of all ways to ask. user, metadata, store and service_tier change nothing here, and are taken."""
+    """Of all ways to ask. What is of the account (user, metadata, store, service_tier, safety_identifier) and
+    prompt_cache_key change nothing here, and are taken.
+    """
 
     model: str | None = None
     temperature: float = Field(1.0, ge=0, le=5)
@@ -66,6 +77,8 @@ class Common(Strict):
     kv_codec: Literal["none", "int8", "int4"] | None = None
     repair: Literal["none"] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -140,6 +153,12 @@ class Message(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} wants content")
+        return self
+
     def plain(self) -> dict[str, Any]:
         """For a chat template."""
         content = self.content
@@ -161,6 +180,7 @@ class ChatRequest(Common):
     response_format: ResponseFormat | None = None
     tools: list[Tool] = Field([], max_length=MOST_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False  # the answer goes on where the last message ends

@@ -51,9 +51,9 @@ class Slow:
     ("path", "body", "status"),
     [
         ("/tokenize", {"prompt": LONG}, 200),
-        ("/v1/completions", {"prompt": LONG}, 413),  # longer than what there is room for
-        ("/v1/held/completions", {"prompt": LONG}, 413),
-        ("/v1/warm", {"prompt": LONG}, 413),
+        ("/v1/completions", {"prompt": LONG}, 400),  # longer than the model's positions
+        ("/v1/held/completions", {"prompt": LONG}, 400),
+        ("/v1/warm", {"prompt": LONG}, 400),
     ],
 )
 def test_a_long_text_is_read_beside_the_others(path, body, status):
