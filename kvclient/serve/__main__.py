@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -39,6 +40,7 @@ BOUNDS = {  # of what is a number, the least and the most
     "request_timeout": (0.01, 7 * 86400), "draft_tokens": (1, 64), "threads": (1, 1024),
     "store": (1 << 20, 1 << 46), "sink_tokens": (0, 1 << 16),
 }  # fmt: skip
+SPINS = "10000"  # of an OpenMP thread that waits for another, before it sleeps: a fraction of a millisecond
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -119,10 +121,11 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
             made.error(f"--allow-origin={origin}; a scheme and a host are wanted, as https://chat.example")
     if chosen.warm is not None:
         try:
-            if not chosen.warm.read_text().strip():
-                raise ValueError("it has no text")
+            text = chosen.warm.read_text()
         except (OSError, ValueError) as error:
             made.error(f"--warm {chosen.warm}: {error}")
+        if not text.strip():
+            made.error(f"--warm {chosen.warm}: it has no text")
     listening.check(made, chosen)
     try:
         chosen.keys = keys.on_command_line(chosen.api_key)
@@ -285,8 +288,17 @@ def first_token(asking: Any, text: str) -> float:
     return time.perf_counter() - began
 
 
+def sleep_soon() -> None:
+    """Of OpenMP's threads, before torch is loaded: by itself one that waits burns whole slices of a processor
+    on which the thread it waits for could run. What the environment says of it stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal; the exit status. argv: without the program's name."""
+    sleep_soon()
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["route"]:
         from kvclient.serve.route import command

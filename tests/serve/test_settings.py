@@ -5,7 +5,10 @@ Method: the command lines of the server and the router, with files and environme
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +78,23 @@ def test_every_number_is_bounded_and_every_repair_is_one():
     numbers = {a.dest for a in parser()._actions if a.type in (int, float, size)} - {"port"}
     assert numbers == set(BOUNDS)
     assert {*REPAIRS} == {"calibrated", *METHODS}
+
+
+TOLD = """import os, sys
+from kvclient.serve.__main__ import main
+main(["m", "--print-config"])
+print("torch" in sys.modules, os.environ.get("GOMP_SPINCOUNT"))"""
+
+
+@pytest.mark.parametrize(
+    ("more", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+)
+def test_threads_that_wait_sleep_soon_and_hear_of_it_before_torch_is_there(more, spins):
+    plain = {name: v for name, v in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    run = {"cwd": ROOT, "env": {**plain, **more}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", TOLD], **run)
+    assert done.stdout.splitlines()[-1] == f"False {spins}", done.stderr
 
 
 @pytest.mark.parametrize(("longest", "memory", "computed"), [(10, 99, 9), (99, 8, 7), (99, 99, 20)])
