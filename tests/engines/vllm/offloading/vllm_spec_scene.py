@@ -137,7 +137,7 @@ def engine(revision, load_format="auto", hashes="sha256", cache=None):
         lora_config=None, load_config=SimpleNamespace(load_format=load_format, download_dir=cache),
         model_config=SimpleNamespace(
             model="some/model", revision=revision, hf_config=Configuration(), dtype="float32",
-            quantization=None,
+            quantization=None, quantization_config=None, model_class_overrides={}, multimodal_config=None,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", prefix_caching_hash_algo=hashes, kv_cache_dtype_skip_layers=[]
