@@ -107,7 +107,7 @@ clean: ## remove everything that was built, the virtual environment included
 
 # --- run ------------------------------------------------------------------------------------------------------------
 
-model: build $(VENV)/.dev $(VENV)/.hf ## fetch the example model into the user's cache (93 MB, once)
+model: build $(VENV)/.hf ## fetch the example model into the user's cache (93 MB, once)
 	@$(PY) examples/model.py
 
 demo: model ## one daemon, several processes, a real model: the first computes, the others hit
@@ -121,7 +121,7 @@ PORT ?= 8000
 serve: model ## a daemon, a server and its page on the example model, on loopback (PORT=8000), until Ctrl-C
 	@$(PY) examples/serve.py --port $(PORT)
 
-page: model $(VENV)/.browser ## every control of the chat page in a real browser (Debian: apt install chromium); writes build/page
+page: model $(VENV)/.dev $(VENV)/.browser ## every control of the chat page in a real browser (Debian: apt install chromium); writes build/page
 	@mkdir -p build/page && PAGE_SHOTS=build/page $(PY) -m pytest -q tests/serve/test_page.py
 
 # Those in C++ wait for files, sockets and deadlines for most of their time: two for each of JOBS.
@@ -140,16 +140,16 @@ BESIDE = -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder \
 once_more = $(if $(AGAIN),|| { [ $$? -eq $(1) ] && echo "once more by itself: what failed above" && $(2); })
 FAILED = $(PY) -m pytest -q --last-failed --last-failed-no-failures none
 
-test: model native-tests ## build and pass the tests
+test: model $(VENV)/.dev native-tests ## build and pass the tests
 	@$(CTEST) $(call once_more,8,$(VENV)/bin/ctest --test-dir build/dev --rerun-failed --output-on-failure)
 	@$(PY) -m pytest -q $(BESIDE) -m "not slow and not engines" $(call once_more,1,$(FAILED) -m "not slow and not engines")
 
-test-all: model native-tests $(VENV)/.clients ## also the slow tests and other releases of transformers
+test-all: model $(VENV)/.dev native-tests $(VENV)/.clients ## also the slow tests and other releases of transformers
 	@$(CTEST)
 	@$(PY) -m pytest -q $(BESIDE) --whole
 
 RELEASES = tests/hf/attachment/test_releases.py
-releases: model ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
+releases: model $(VENV)/.dev ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
 	@$(PY) -m pytest -q -n $(JOBS) -m engines $(RELEASES) $(call once_more,1,$(FAILED) -m engines $(RELEASES))
 
 engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store (installs 2.7 GB beside the checkout, once)
@@ -169,16 +169,16 @@ soak: build $(VENV)/.dev ## clients, daemon, disk, hosts and a pool across machi
 	@.ci/cluster
 	@SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -q -s -m engines tests/hosts/cluster/test_chaos.py -k 0
 
-soak-serving: model ## 200 clients on one server for MINUTES=5, its daemon killed under it; every answer is checked
+soak-serving: model $(VENV)/.dev ## 200 clients on one server for MINUTES=5, its daemon killed under it; every answer is checked
 	@SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -q -s tests/serve/test_soak.py
 
-bench: model native-tests ## measure, side by side with other stores; writes bench/out
+bench: model $(VENV)/.dev native-tests ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
 
-bench-serving: model $(VENV)/.plots ## OpenAI-compatible servers side by side (ours, hf, and what CONTENDERS names); writes bench/out/serving.json
+bench-serving: model $(VENV)/.dev $(VENV)/.plots ## OpenAI-compatible servers side by side (ours, hf, and what CONTENDERS names); writes bench/out/serving.json
 	@$(PY) -m bench.serving --contenders $(CONTENDERS) --own servers disk split at-once hang-up
 
-bench-kernels: model ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out
+bench-kernels: model $(VENV)/.dev ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out
 	@mkdir -p bench/out && $(PY) -m bench.attention --json bench/out/attention.json
 	@$(PY) -m bench.attention --threads $$(nproc) --json bench/out/attention_all.json
 	@$(PY) -m bench.in_place_ttft --json bench/out/in_place_ttft.json
@@ -189,11 +189,11 @@ gpu: ## on a machine with a GPU: build the kernels for it, test them (pytest -m 
 gpu-sanitize: ## the GPU tests under compute-sanitizer: memcheck, and racecheck where threads share memory
 	@.ci/gpu sanitize
 
-bench-reuse: model ## measure reuse inside prompts: TTFT and KL beside plain generate() and KVBoost, with SmolLM2 (an hour)
+bench-reuse: model $(VENV)/.dev ## measure reuse inside prompts: TTFT and KL beside plain generate() and KVBoost, with SmolLM2 (an hour)
 	@mkdir -p bench/out && $(PY) -m bench.reuse_inside --kvboost --json bench/out/reuse.json
 	@$(PY) -m bench.reuse_inside --kvboost --quick --dtype bfloat16 --json bench/out/reuse_bf16.json
 
-triton: model ## the Triton kernels on a CPU, interpreted, and compiled for GPUs (downloads 1 GB unpacked, once)
+triton: model $(VENV)/.dev ## the Triton kernels on a CPU, interpreted, and compiled for GPUs (downloads 1 GB unpacked, once)
 	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt triton
 	@$(PY) -m pytest -q tests/kernels/cuda/test_triton.py
 

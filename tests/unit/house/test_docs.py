@@ -7,6 +7,7 @@ in the tree; the picture of the block states is drawn again from kvstored._core 
 import ast
 import importlib.util
 import re
+import subprocess
 import types
 from pathlib import Path
 
@@ -113,3 +114,11 @@ def test_the_plot_is_of_the_table():
     rows = plot.rows((ROOT / "README.md").read_text())
     assert len(rows) == 8
     assert plot.plot(rows) == plot.PLOT.read_text(), "run .venv/bin/python docs/plot.py"
+
+
+def test_who_tries_it_installs_nothing_for_the_tests():
+    """`make demo` and `make serve`, as the first thing of a newcomer."""
+    for targets, wanted in (("demo", "serve"), False), (("test",), True):
+        command = ["make", "--dry-run", "--always-make", *targets]
+        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert ("what the tests and lint need" in told) is wanted, targets
