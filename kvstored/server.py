@@ -65,6 +65,7 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
     os.umask(0o077)
     early: list[int] = []  # its pid can be read from here on, and SIGHUP is sent to that
     signal.signal(signal.SIGHUP, lambda number, _: early.append(number))
+    signal.signal(signal.SIGTERM, _stopped_while_starting)
     made = runtime_dir.prepare(config.dir)
     lock = runtime_dir.Lock(config.dir)
     try:
@@ -76,6 +77,11 @@ def serve(sourced: Sourced, fresh: bool, discard: bool, started_ns: int) -> None
             daemon.close()
     finally:
         lock.close()
+
+
+def _stopped_while_starting(*_: object) -> None:
+    """What the start has made is undone, as where it fails: the signal's default would leave a pool."""
+    raise SystemExit(0)
 
 
 class Daemon:

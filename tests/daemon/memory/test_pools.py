@@ -209,6 +209,27 @@ def test_a_start_that_fails_leaves_no_pool(tmp_path, wrong, discard):
     assert not mine and not (tmp_path / "r/state.json").exists()
 
 
+STOPPED = """
+import os, signal, sys
+from kvstored import server
+from kvstored.cli.main import main
+
+def opened(config, stores, peers):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+server.Shared = opened  # behind the pools
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_start_that_is_stopped_leaves_no_pool(tmp_path):
+    command = [sys.executable, "-c", STOPPED, "serve", "--dir", str(tmp_path / "r"), "--memory", "64MiB"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "info namespace name=default" in done.stderr, done.stderr
+    assert not [row for row in pool_list.pools() if row.home == str(tmp_path / "r")]
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["daemon.lock"]
+
+
 def test_a_start_that_fails_keeps_the_pool_of_before(daemon):
     kvstored = daemon(memory="64MiB")
     with Calls(kvstored.dir) as calls:
