@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from kvclient.hf.attention.backends import ENVIRONMENT
 from kvclient.hf.layers import attention, calls, decoder, forwards, fused, kinds, trial
@@ -36,8 +37,11 @@ def linears(model: torch.nn.Module) -> list[torch.nn.Linear]:
 
 
 def install(model: torch.nn.Module) -> int:
-    """How many modules are computed by native/cpu from now on. A forward that was already exchanged stays."""
-    if not available():
+    """How many modules are computed by native/cpu from now on. A forward that was already exchanged stays. A
+    model of which some linear layers are without memory now (it is streamed) stays as it is, for its layers
+    would not be computed alike; so it does while a hook of all modules sees calls, which are its classes'.
+    """
+    if not available() or is_blind() or any(map(_is_elsewhere, model.modules())):
         return 0
     found = 0
     known: dict[Any, bool] = {}
@@ -52,6 +56,15 @@ def install(model: torch.nn.Module) -> int:
             forwards.put(module, made)
             found += 1
     return found
+
+
+def is_blind() -> bool:
+    """Whether a trial would see the modules' classes alone: while a hook of all modules watches."""
+    return bool(_has_any_global_hook())
+
+
+def _is_elsewhere(module: torch.nn.Module) -> bool:
+    return type(module) is torch.nn.Linear and module.weight.is_meta
 
 
 def _rows(model: torch.nn.Module) -> Iterator[Candidate]:
@@ -143,6 +156,8 @@ def _is_decoder(module: Any) -> bool:
     parts = module._modules
     if not parts.keys() >= kinds.LAYER_PARTS or any(map(_hooked, parts.values())):
         return False
+    if any("forward" in part.__dict__ and not forwards.stands(part) for part in parts.values()):
+        return False  # somebody else's
     norms = module.input_layernorm, module.post_attention_layernorm
     known = all(forwards.stands(norm) and kinds.norm(norm) for norm in norms)
     return known and _is_attention(module.self_attn, True) and _is_gated(module.mlp, True)

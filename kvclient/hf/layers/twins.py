@@ -15,7 +15,7 @@ import torch
 
 from kvclient.hf.layers import attention, forwards, kinds
 from kvclient.hf.layers.fused import is_packed
-from kvclient.hf.layers.install import available, install, kinds_of, made_again
+from kvclient.hf.layers.install import available, install, is_blind, kinds_of, made_again
 
 
 class Twins:
@@ -25,19 +25,25 @@ class Twins:
         self._of_kind: dict[Any, dict[int, torch.nn.Module]] = {}
         for number, layer in enumerate(layers) if available() else ():
             if _may_be_one(layer):
-                self._of_kind.setdefault(kinds_of(layer), {})[number] = layer
+                kind = kinds_of(layer), tuple(map(_is_strange, layer.modules()))
+                self._of_kind.setdefault(kind, {})[number] = layer
 
     def install(self, filled: Callable[[int], AbstractContextManager[Any]]) -> int:
         """How many modules are computed by native/cpu from now on. filled: within it a layer has its weights,
         and no other thread computes it; what that raises comes out.
         """
         found = 0
-        for layers in self._of_kind.values():
+        for layers in self._of_kind.values() if not is_blind() else ():
             first, *others = layers
             with filled(first):
                 found += install(layers[first])
                 found += sum(_alike(layers[first], layers[number]) for number in others)
         return found
+
+
+def _is_strange(module: torch.nn.Module) -> bool:
+    """Whether a forward of its own, or a hook, keeps it and what stands over it as they are."""
+    return "forward" in module.__dict__ or not forwards.is_unseen(module)
 
 
 def _may_be_one(layer: Any) -> bool:

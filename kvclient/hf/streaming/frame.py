@@ -23,7 +23,7 @@ from kvclient.hf.streaming.files.headers import Source
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Part, Table
 from kvclient.hf.streaming.residency import NO_VOCABULARY, Vocabulary
 from kvclient.hf.streaming.weights.places import put
-from kvclient.hf.streaming.weights.vocabulary import ROWS_BYTES
+from kvclient.hf.streaming.weights.vocabulary import ROWS_BYTES, input_of
 
 
 @contextlib.contextmanager
@@ -111,7 +111,11 @@ def keep_head_in_place(model: Any) -> None:
     last = model.get_output_embeddings()
     if type(last) in (torch.nn.Linear, head.Head):
         rows = torch.contiguous_format
-        last.register_forward_pre_hook(lambda _, args: (args[0].clone(memory_format=rows), *args[1:]))
+
+        def laid(_module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            return (input_of(args, kwargs).clone(memory_format=rows),), {}
+
+        last.register_forward_pre_hook(laid, with_kwargs=True)
 
 
 def sizes(tables: dict[str, Table]) -> Vocabulary:

@@ -55,6 +55,15 @@ def _native() -> Any:
     return importlib.import_module("kvclient._core")
 
 
+def _opens_direct(path: Path) -> bool:
+    """Whether its file system reads it past the page cache."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
 def pages(length: int) -> memoryview:
     """Zeroed memory that begins with a page."""
     made = mmap.mmap(-1, max(PAGE, length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -76,9 +85,10 @@ class DiskMover:
         self._first: dict[Piece, int] = {}  # the checksums of pieces that came without
         self._closed = False
         try:
-            self.direct = True
+            self.direct = all(map(_opens_direct, self.paths))  # one way for all: the reader has one
+            flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
             for path in self.paths:
-                self._fds.append(self._open(path))
+                self._fds.append(os.open(path, flags))
             self._reader = _native().StretchReader(self.direct, depth, faults)
         except BaseException:
             for fd in self._fds:
@@ -94,15 +104,6 @@ class DiskMover:
     def engine(self) -> str:
         """How it reads: by name."""
         return self._reader.engine
-
-    def _open(self, path: Path) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        if self.direct:
-            try:
-                return os.open(path, flags | os.O_DIRECT)
-            except OSError:
-                self.direct = False
-        return os.open(path, flags)
 
     def fill(self, layer: int, pieces: Sequence[Piece], slot: memoryview) -> None:
         """The pieces one behind the other. Raises StreamingFailed, and Closed."""

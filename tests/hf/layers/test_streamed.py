@@ -164,3 +164,54 @@ def test_what_is_streamed_begins_to_come_while_what_stays_does(tmp_path):
     model = StreamingCausalLM.from_pretrained(write(tmp_path), config, mover=Waits)
     logits(model, prompt(5))
     streams_of(model).close()
+
+
+def test_a_plain_model_of_which_some_is_streamed_stays_as_it_is(tmp_path):
+    """Its layers that stay were computed by the kernels then, and the others by torch."""
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=COUNT, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.15,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    wanted = logits(opened(tmp_path, "full_resident"), prompt(20))
+    for residency in ("partial_resident", "ffn_only_stream", "full_stream"):
+        model = opened(tmp_path, residency)
+        assert layers.install(model) == 0
+        assert torch.equal(logits(model, prompt(20)), wanted), residency
+        streams_of(model).close()
+    assert layers.install(opened(tmp_path, "full_resident"))
+
+
+@pytest.mark.parametrize("strange", [0, 2])
+def test_a_layer_with_a_forward_of_its_own_is_computed_by_it(tmp_path, monkeypatch, strange):
+    """Another of its kind had been proven; what stood over the module never called it."""
+    home, usual = write(tmp_path), transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer.__init__
+
+    def made(self, config, layer_idx):
+        usual(self, config, layer_idx)
+        if layer_idx == strange:
+            forward = self.mlp.forward
+            self.mlp.forward = lambda x: 3 * forward(x)
+
+    monkeypatch.setattr(transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer, "__init__", made)
+    wanted, plain = in_memory(home, torch.float32), awq.from_pretrained(home, torch.float32)
+    assert torch.allclose(logits(wanted, prompt(5)), logits(plain, prompt(5)), atol=1e-3)
+    for residency in RESIDENCIES:
+        model = opened(home, residency)
+        assert torch.equal(logits(model, prompt(5)), logits(wanted, prompt(5))), residency
+        streams_of(model).close()
+
+
+def test_nothing_is_proven_while_a_hook_of_all_modules_watches(tmp_path):
+    home = write(tmp_path)
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    try:
+        model = opened(home, "full_stream")
+        wanted = awq.from_pretrained(home, torch.float32)
+        assert layers.install(wanted.model.layers) == 0
+    finally:
+        handle.remove()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(logits(model, prompt(5)), logits(wanted, prompt(5)))
+    streams_of(model).close()

@@ -23,6 +23,14 @@ from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
 ROWS_BYTES = 32 << 20  # of an embedding, in memory at one time
 
 
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module is called with: by its place, or by the name of a stock forward. Raises TypeError."""
+    if len(args) + len(kwargs) != 1 or not (args or "input" in kwargs):
+        names = [*(type(value).__name__ for value in args), *kwargs]
+        raise TypeError(f"called with {', '.join(names) or 'nothing'}; expected one input")
+    return args[0] if args else kwargs["input"]
+
+
 def empty(table: Table) -> torch.nn.Parameter:
     """A parameter of the table's shape and dtype without memory."""
     made = torch.empty(table.shape, dtype=getattr(torch, table.dtype), device="meta")
@@ -45,11 +53,13 @@ class StreamedEmbedding:
         self._mine = threading.local()  # of the calling thread: how often it is among the users
         self.bytes = 0  # read so far
         module._parameters["weight"] = empty(table)
-        module.register_forward_pre_hook(self._before)
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
 
-    def _before(self, _module: torch.nn.Module, args: Any) -> None:
-        rows = args[0].unique().tolist()
+    def _before(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        while getattr(self._mine, "users", 0):  # torch calls no hook behind a call that Ctrl-C ended
+            self._after()
+        rows = input_of(args, kwargs).unique().tolist()
         with self._lock:
             if not self._users and len(self._there) * BLOCK_BYTES > ROWS_BYTES:
                 self._pages.madvise(mmap.MADV_DONTNEED)
@@ -59,7 +69,7 @@ class StreamedEmbedding:
             self._mine.users = getattr(self._mine, "users", 0) + 1
             self._module._parameters["weight"] = self._weight
 
-    def _after(self, _module: torch.nn.Module, _args: Any, _out: Any) -> None:
+    def _after(self, *_: Any) -> None:
         if not getattr(self._mine, "users", 0):
             return  # reading failed; another thread may look rows up meanwhile
         self._mine.users -= 1
@@ -101,17 +111,22 @@ class StreamedHead:
     def follow(self, scheduler: Scheduler) -> None:
         """Its pieces come from this scheduler from now on."""
         self.scheduler = scheduler
-        self._module.register_forward_pre_hook(self._before)
+        self._module.register_forward_pre_hook(self._before, with_kwargs=True)
         self._module.register_forward_hook(self._after, always_call=True)
 
-    def _before(self, module: torch.nn.Module, args: Any) -> tuple[torch.Tensor]:
+    def _before(
+        self, module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
         """The stock forward then multiplies nothing by nothing: memory for what the pieces give."""
+        x = input_of(args, kwargs)
         held = self._inputs.__dict__.setdefault("stack", [])
-        held.append(args[0])
+        while held:  # as above
+            self._after(module, (), None)
+        held.append(x)
         with self._lock:
             self._users += 1
             module._parameters["weight"] = torch.nn.Parameter(self._nothing, requires_grad=False)
-        return (args[0][..., :0],)
+        return (x[..., :0],), {}
 
     def _after(self, module: torch.nn.Module, _args: Any, out: Any) -> Any:
         stack = self._inputs.__dict__.get("stack")

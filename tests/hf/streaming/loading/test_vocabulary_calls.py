@@ -1,0 +1,94 @@
+"""Proves that an embedding and a head that are streamed are called as the stock modules are, by place or by
+name, and that a call that Ctrl-C ends leaves them nothing; and that files of two file systems are read one
+way.
+
+Method: a tiny llama whose vocabulary does not fit its memory, beside the model in memory.
+"""
+
+import os
+
+import pytest
+import torch
+import transformers
+
+from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig
+from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.mover import PAGE, Piece
+
+IDS = torch.arange(1, 25)[None]
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=20_000, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr("kvclient.hf.streaming.frame.ROWS_BYTES", 0)
+    config = StreamingConfig(residency="full_stream", memory=3_000_000)
+    model = StreamingCausalLM.from_pretrained(tmp_path, config)
+    assert streams_of(model).plan.vocabulary == ("embedding", "head")
+    yield model
+    streams_of(model).close()
+
+
+@torch.inference_mode()
+def test_they_are_called_by_place_or_by_name(model):
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    rows = embedding(IDS)
+    assert torch.equal(embedding(input=IDS), rows) and rows.abs().max() > 0
+    assert torch.equal(head(input=rows), head(rows))
+    for module, x in ((embedding, IDS), (head, rows)):
+        for wrong in (lambda module=module, x=x: module(x, x), lambda module=module: module()):
+            with pytest.raises(TypeError):
+                wrong()
+        assert module.weight.is_meta
+
+
+@torch.inference_mode()
+def test_a_call_that_ctrl_c_ends_leaves_them_nothing(model):
+    want = model(IDS).logits
+
+    def ends(*_):
+        raise KeyboardInterrupt
+
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        handle = module.register_forward_pre_hook(ends)
+        with pytest.raises(KeyboardInterrupt):
+            model(IDS)
+        handle.remove()
+        assert torch.equal(model(IDS).logits, want)
+        assert module.weight.is_meta
+
+
+def test_files_of_two_file_systems_are_read_one_way(tmp_path, monkeypatch):
+    """The first would have been read past the page cache, by a reader that was told of the second."""
+    paths, usual = [tmp_path / name for name in ("first", "second")], os.open
+    for path in paths:
+        path.write_bytes(os.urandom(2 * PAGE + 100))
+    opened = []
+
+    def refused(path, flags, *more):
+        if flags & os.O_DIRECT and str(path) == str(paths[1]):
+            raise OSError(22, "Invalid argument")
+        opened.append((str(path), usual(path, flags, *more)))
+        return opened[-1][1]
+
+    monkeypatch.setattr(os, "open", refused)
+    mover = DiskMover(*paths)
+    monkeypatch.undo()
+    flags = {name: os.O_DIRECT & _flags(fd) for name, fd in opened}
+    assert not mover.direct and set(flags) == set(map(str, paths)) and not any(flags.values())
+    slot = memoryview(bytearray(3 * PAGE))
+    for number, path in enumerate(paths):
+        mover.fill(0, [Piece(0, 3 * PAGE, None, number, 2 * PAGE + 100)], slot)
+        assert bytes(slot[: 2 * PAGE + 100]) == path.read_bytes()
+    mover.close()
+
+
+def _flags(fd):
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_GETFL)
