@@ -152,6 +152,7 @@ UNITS = {
     "of_cublas": (1, "× cuBLAS"), "bounced_bytes": (1e-6, "MB bounced"), "tokens_s": (1, "tokens/s"),
     "link_busy": (100, "% of the time the link was busy"), "planned_bytes": (2.0**-30, "GiB planned"),
     "peak_bytes": (2.0**-30, "GiB at most"), "streamed_layers": (1, "layers of 64 streamed"),
+    "host_layers": (1, "of them computed by the host"), "of_ceiling": (1, "× the link's ceiling"),
 }  # fmt: skip
 
 
@@ -239,7 +240,10 @@ wait for each other (tests see that they are asked to), engines (vLLM, SGLang) o
 `kvclient-serve` on a GPU, a real 32B checkpoint.
 
 Not written: wgmma for sm_90a, where the backend `cuda_sm90a` says so; sm_70, which nvcc 13 has not. Head
-dimension 256 was tuned on no device. Layers of a streamed model that the host computes beside a GPU."""
+dimension 256 was tuned on no device.
+
+Written since, and run on no GPU: layers of a streamed model that the host computes beside it
+([streaming.md](streaming.md)). The row above was run before; the next one has two cases with them."""
 NOTHING = "Nothing was run on a GPU yet: neither `pytest -m gpu` nor `bench.gpu`. Row by row:"
 
 

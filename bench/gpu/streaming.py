@@ -2,9 +2,9 @@
 
 Owns the model: the shapes of Qwen2.5-32B, random words, made in the host's memory and nowhere else. The
 device's memory is limited to --memory, its context counted: torch may not take more. Tokens are decoded one
-by one with all layers streamed, and with as many as must be. A share is of the rate at which one pinned
-tensor is copied in the same run. Invariant: what is called a token was chosen on the host before the next was
-begun.
+by one with all layers streamed, and with as many as must be; then some of them are the host's. A share is of
+the rate at which one pinned tensor is copied in the same run. Invariant: what is called a token was chosen on
+the host before the next was begun.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -220,6 +221,9 @@ def case(
     found |= decoded(model, runtime, tokens, warm)
     found["of_raw_rate"] = found["link_gb_s"] * 1e9 / raw
     found["ceiling_tokens_per_s"] = raw / streams.plan.moved if streams.plan.moved else None
+    if (placed := streams.stats().get("placement")) is not None:
+        found["placement"], found["host_layers"] = placed, placed["chosen"][1].get("host", 0)
+        found["of_ceiling"] = found["tokens_per_s"] / found["ceiling_tokens_per_s"]
     if on_cuda:
         found |= {
             "held_bytes": torch.cuda.memory_allocated() - base, "loading_peak_bytes": loading_peak,
@@ -247,10 +251,13 @@ def measured(
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(left / total)
     layer = {"n_staging_slots": 3, "memory": left, "device": "cuda"}
+    threads = len(os.sched_getaffinity(0))
     cases = {
         "full_stream": StreamingConfig(residency="full_stream", **layer),
         "auto": StreamingConfig(**layer),
         "auto, 2 slots": StreamingConfig(**layer | {"n_staging_slots": 2}),
+        "full_stream, host": StreamingConfig(residency="full_stream", host_threads=threads, **layer),
+        "auto, host": StreamingConfig(host_threads=threads, **layer),
     }
     result["cases"] = {}
     case(shape, cases["full_stream"], runtime, raw * 1e9, 2, 0)  # the first of a process is slower
@@ -278,6 +285,7 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
     names = {
         "tokens_per_s": "tokens_s", "link_busy": "link_busy", "of_raw_rate": "of_pinned_copy",
         "streamed_layers": "streamed_layers", "plan_bytes": "planned_bytes", "peak_bytes": "peak_bytes",
+        "host_layers": "host_layers", "of_ceiling": "of_ceiling",
     }  # fmt: skip
     return {
         name: {names.get(key, key): value for key, value in of.items() if key in (*names, "not measured")}

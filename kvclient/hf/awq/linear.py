@@ -98,10 +98,15 @@ class AwqLinear(torch.nn.Module):
             if (reason := self._unfit(x)) is None:
                 return self._by_kernels(x)
             _fallbacks[reason] += 1
-        elif self._fits_cpu(x):
-            many = x.dtype == torch.bfloat16 and x.numel() > ROWS_PACKED * self.in_features
-            return self._by_tiles(x) if many else self._by_cpu(x)
-        return self._by_torch(x)
+            return self._by_torch(x)
+        return self.on_cpu(x)
+
+    def on_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        """forward() of an x [..., inputs] and of weights that lie on the CPU."""
+        if not self._fits_cpu(x):
+            return self._by_torch(x)
+        many = x.dtype == torch.bfloat16 and x.numel() > ROWS_PACKED * self.in_features
+        return self._by_tiles(x) if many else self._by_cpu(x)
 
     def _fits_cpu(self, x: torch.Tensor) -> bool:
         """Whether native/cpu takes this x: of a type that fp32 holds, and nothing to be traced."""
@@ -122,18 +127,24 @@ class AwqLinear(torch.nn.Module):
         """Out of fp32, whatever the type of x. A row's bits do not depend on the rows beside it."""
         if x.shape[-1] != self.in_features:
             raise InvalidArgument(f"x is {list(x.shape)}; expected rows of {self.in_features}")
-        inputs, outputs, _ = shape = self.in_features, self.out_features, self.group
-        rows = x.detach().resolve_neg().reshape(-1, inputs).float().contiguous()
+        rows = x.detach().resolve_neg().reshape(-1, self.in_features).float().contiguous()
+        out = torch.empty((len(rows), self.out_features), dtype=torch.float32, device="cpu")
+        self.multiply(rows, out, x.dtype == torch.bfloat16, torch.get_num_threads())
+        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def multiply(self, rows: torch.Tensor, out: torch.Tensor, bf16: bool, threads: int) -> None:
+        """What forward() rounds to the type of its x: rows [n, inputs] times the weights, into out [n,
+        outputs], by native/cpu. Both are fp32, contiguous, of the CPU. bf16: rows hold values of that type.
+        Raises InvalidArgument for weights that are not those of this layer.
+        """
         bias = None if self.bias is None else self.bias.detach().float().contiguous()
         held = (self.qweight, self.qzeros, self.scales, bias)
         self._check_held(*held)
         lie = [None if tensor is None else tensor.data_ptr() for tensor in held]
-        out = torch.empty((len(rows), outputs), dtype=torch.float32, device="cpu")
-        threads, bf16 = torch.get_num_threads(), x.dtype == torch.bfloat16
+        shape, lies = (self.in_features, self.out_features, self.group), in_panels(self.qweight)
         stand_for(threads)
-        lies = {"bf16": bf16, "panels": in_panels(self.qweight)}
-        awq.multiply_at(rows.data_ptr(), out.data_ptr(), len(rows), shape, lie, threads, **lies)
-        return out.to(x.dtype).reshape(*x.shape[:-1], outputs)
+        at = rows.data_ptr(), out.data_ptr()
+        awq.multiply_at(*at, len(rows), shape, lie, threads, bf16=bf16, panels=lies)
 
     def _check_held(self, *held: torch.Tensor | None) -> None:
         """Raises InvalidArgument for words, zeros, scales or a bias of another shape or type: somebody has

@@ -4,7 +4,7 @@
     model.generate(...)  # and attach(), Engine: it is the stock model
 
 Owns where each layer's weights lie and when they are read. Never changes what a layer computes. Invariant:
-logits have the same bits for every residency.
+logits have the same bits for every residency, as long as the same processor computes each layer.
 """
 
 from kvclient.hf.streaming.admission import Admission, Estimate, RequestTooLarge

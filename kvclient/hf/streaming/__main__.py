@@ -10,7 +10,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -48,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("directory", type=Path, help="of a checkpoint in safetensors, AWQ or plain")
     asked.add_argument("--memory", type=memory, help="for weights and slots: 2GiB; default: what is free")
     asked.add_argument("--device", default="cpu", help="cuda: --memory is of it, the rest in the host's")
+    asked.add_argument("--host-threads", type=int, help="of the host, that computes layers beside cuda")
     asked.add_argument("--residency", choices=RESIDENCIES, default="auto")
     asked.add_argument("--prompt", default="The capital of France is")
     asked.add_argument("--max-new-tokens", type=int, default=16)
@@ -96,21 +99,30 @@ class Step:
         print(line, end="\n" if done == whole else "", file=sys.stderr, flush=True)
 
 
+def expected(stats: Mapping[str, Any], pass_s: float | None) -> str:
+    """What a token will take, as a line. stats: of streaming_stats(); pass_s: seconds; None: nothing is read.
+    """
+    held, moved = stats["bytes_held"], stats["bytes_per_pass"]
+    line = f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token"
+    if shared := stats.get("placement", {}).get("chosen", {}).get(1):
+        line += f" but for {shared.get('host', 0)} of {sum(shared.values())} layers, which the host computes"
+    return line + (f"; expects {1 / pass_s:.2f} tokens a second" if pass_s else "")
+
+
 def run(asked: argparse.Namespace) -> dict[str, object]:
     """Generates as the command line says: text, seconds, bytes and estimates by name."""
     began = time.perf_counter()
     config = StreamingConfig(
         residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots,
         rearrange=not asked.no_rearrange, trace=asked.trace is not None, device=asked.device,
+        host_threads=asked.host_threads,
     )  # fmt: skip
     steps = {name: None if asked.json else Step(what) for name, what in STEPS.items()}
     model = StreamingCausalLM.from_pretrained(asked.directory, config, **steps)
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked.directory, local_files_only=True)
     loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
-    held, moved = stats["bytes_held"], stats["bytes_per_pass"]
-    pass_s = expected_s(model)
-    line = f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token"
-    print(line + (f"; expects {1 / pass_s:.2f} tokens a second" if pass_s else ""), file=sys.stderr)
+    moved, pass_s = stats["bytes_per_pass"], expected_s(model)
+    print(expected(stats, pass_s), file=sys.stderr)
     inputs = tokenizer(asked.prompt, return_tensors="pt").to(asked.device)
     speculation = drafts(asked.draft)
     options = {"custom_generate": speculation} if speculation is not None else {}

@@ -53,8 +53,6 @@ class StreamingConfig:
             raise InvalidArgument(f"host_threads={self.host_threads}; at least 1, or None")
         if self.device.partition(":")[0] not in DEVICES:
             raise InvalidArgument(f"device={self.device!r}; it must be one of {', '.join(DEVICES)}")
-        if self.host_threads is not None and self.device != "cpu":
-            raise InvalidArgument(f"host_threads={self.host_threads}; the host computes none for a GPU")
         if self.trace and self.device != "cpu":
             raise InvalidArgument("trace=True; what a GPU copies and computes is in streaming_stats() only")
         for name in ("keep_first_k", "keep_last_k", "memory", "prefetch_layers_ahead"):

@@ -272,8 +272,6 @@ def test_another_mover_is_refused(homes):
 def test_devices_by_name():
     with pytest.raises(InvalidArgument, match=r"device='tpu'; it must be one of cpu, cuda"):
         StreamingConfig(device="tpu")
-    with pytest.raises(InvalidArgument, match="host_threads=2; the host computes none"):
-        StreamingConfig(device="cuda", host_threads=2)
     with pytest.raises(InvalidArgument, match="trace=True; what a GPU copies"):
         StreamingConfig(device="cuda", trace=True)
     if not torch.cuda.is_available():

@@ -20,6 +20,7 @@ from kvclient.hf.streaming import (
     host_memory,
     streaming_stats,
 )
+from kvclient.hf.streaming.__main__ import expected
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.placement import costs as measured
 from kvclient.hf.streaming.placement.costs import Costs
@@ -196,3 +197,11 @@ def test_it_is_measured_at_start_and_said(home, tmp_path):
         StreamingCausalLM.from_pretrained(home, config)
     with pytest.raises(InvalidArgument, match="host_threads=0"):
         StreamingConfig(host_threads=0)
+
+
+def test_what_is_expected_is_said_with_what_the_host_computes():
+    stats = {"bytes_held": 5 << 20, "bytes_per_pass": 3 << 20}
+    assert expected(stats, None) == "holds 5 MiB, reads 3 MiB a token"
+    said = expected(stats | {"placement": {"chosen": {1: {"host": 22, "device": 22}}}}, 0.1)
+    assert "3 MiB a token but for 22 of 44 layers, which the host computes" in said
+    assert said.endswith("; expects 10.00 tokens a second")

@@ -2,8 +2,9 @@
 
     model = StreamingCausalLM.from_pretrained(directory, StreamingConfig(device="cuda", memory=8 << 30))
 
-Owns that memory, the device's slots and the copies between them. Never writes a file: the checkpoint is read
-once. Invariant: logits have the bits of the model that lies on the device whole.
+Owns that memory, the device's slots and the copies between them, and what the host computes meanwhile. Never
+writes a file. Invariant: logits have the bits of the model that lies on the device whole, but for layers that
+the host computes, which have those of native/cpu.
 """
 
 from kvclient.hf.streaming.device.loading import assemble, load

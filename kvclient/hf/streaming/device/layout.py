@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import kvclient
 from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.awq.packing import LANES_INPUTS, LANES_OUTPUTS
 from kvclient.hf.streaming.device.runtime import ALIGNMENT, Runtime
@@ -23,6 +24,8 @@ from kvclient.hf.streaming.files.rearrange import check_finite
 from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.residency import PARTS
 from kvclient.kernels import cuda
+
+HALVES = (torch.float16, torch.bfloat16)  # what the kernels compute of packed words
 
 Attribute = tuple[dict[str, Any], str]  # a module's parameters or buffers, and a name among them
 
@@ -58,12 +61,14 @@ def fits_lanes(linear: AwqLinear) -> bool:
 @dataclass(frozen=True)
 class Desk:
     """Where tensors are read before they go to their place: pinned, as long as the longest. turn: held by
-    who has words on the device that are being ordered.
+    who has words on the device that are being ordered. checksums: gets the CRC32C of packed words, by the id
+    of their source; None: nobody reads them again.
     """
 
     memory: torch.Tensor
     runtime: Runtime
     turn: threading.Lock
+    checksums: dict[int, int] | None = None
 
     def fill(
         self, module: torch.nn.Module, part: Part, sources: Mapping[str, Source], into: torch.Tensor
@@ -80,6 +85,8 @@ class Desk:
             read += source.length
             if stored.name.endswith(".scales"):
                 check_finite(source, bytearray(memoryview(held.numpy())))
+            if self.checksums is not None and stored.name.endswith(".qweight"):
+                self.checksums[id(source)] = kvclient.crc32c(memoryview(held.numpy()))
             found = held.view(getattr(torch, source.dtype)).view(source.shape)
             with self.turn:
                 tensor_of(stored, into).copy_(self._ordered(module, stored, found))

@@ -1,7 +1,8 @@
 """A checkpoint as a model on a device: what stays there, and what lies in the host's memory.
 
-Owns the order of loading. Never writes a file; each weight is read once. Invariant: the device holds no more
-than the plan says, but for one matrix's words on their way.
+Owns the order of loading. Never writes a file; each weight is read once, and the words of what the host
+computes once more. Invariant: the device holds no more than the plan says, but for one matrix's words on
+their way.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any
 
 import torch
 
+import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.linear import AwqLinear, _flag
 from kvclient.hf.streaming import frame
-from kvclient.hf.streaming.device.layout import Desk, attributes, fits_lanes, parts_of, put
+from kvclient.hf.streaming.device import placing
+from kvclient.hf.streaming.device.layout import HALVES, Desk, attributes, fits_lanes, parts_of, put
 from kvclient.hf.streaming.device.mover import DeviceMover
 from kvclient.hf.streaming.device.plan import Outside, device_plan
 from kvclient.hf.streaming.device.runtime import Cuda, Runtime
@@ -27,11 +30,10 @@ from kvclient.hf.streaming.device.streams import DeviceStreams, Moving
 from kvclient.hf.streaming.files.headers import Source, tensors
 from kvclient.hf.streaming.files.index import Part, sources, split
 from kvclient.hf.streaming.files.rearrange import layers_of
+from kvclient.hf.streaming.mover import StreamingFailed
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, free_memory
 
 READERS = 4  # layers that are read at one time
-HALVES = (torch.float16, torch.bfloat16)
-
 Told = Callable[[int, int], None]
 
 
@@ -72,7 +74,7 @@ def assemble(
     sizes = [{name: part.length for name, part in of.items()} for of in parts]
     plan = device_plan(config, sizes, outside, runtime.free())
     _check_host(plan, outside)
-    filling = _Filling(model, prefix, layers, parts, plan, runtime, told)
+    filling = _Filling(model, prefix, layers, parts, plan, runtime, told, config.host_threads is not None)
     filling.outside(rest, embedding)
     moving, image = filling.layers()
     for module in model.modules():
@@ -80,7 +82,14 @@ def assemble(
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(runtime.device)
     mover = DeviceMover(image, runtime.memory, runtime) if moving else None
-    return model.eval(), DeviceStreams(prefix, moving, plan, config, mover, runtime)
+    streams = DeviceStreams(prefix, moving, plan, config, mover, runtime)
+    if config.host_threads is not None and image is not None:
+        try:
+            placing.share(model.eval(), streams, image, config.host_threads, filling.words)
+        except BaseException:
+            streams.close()
+            raise
+    return model.eval(), streams
 
 
 def _check_kernels(group: int | None, dtype: torch.dtype, runtime: Runtime) -> None:
@@ -126,12 +135,14 @@ class _Filling:
 
     def __init__(
         self, model: Any, prefix: str, layers: Sequence[Mapping[str, Source]],
-        parts: Sequence[dict[str, Part]], plan: Plan, runtime: Runtime, told: Told | None,
+        parts: Sequence[dict[str, Part]], plan: Plan, runtime: Runtime, told: Told | None, twice: bool,
     ) -> None:  # fmt: skip
+        """twice: words() is called for some that were read."""
         self._model, self._prefix, self._layers, self._parts = model, prefix, layers, parts
         self._plan, self._runtime, self._told = plan, runtime, told
         self._whole = sum(source.length for layer in layers for source in layer.values())
         self._done, self._lock = 0, threading.Lock()
+        self._checksums: dict[int, int] | None = {} if twice else None
 
     def outside(self, rest: Mapping[str, Source], embedding: str) -> None:
         """What is in no layer. Raises InvalidArgument."""
@@ -160,7 +171,7 @@ class _Filling:
 
         def fill(number: int) -> None:
             if not hasattr(desks, "desk"):
-                desks.desk = Desk(self._runtime.pinned(longest), self._runtime, turn)
+                desks.desk = Desk(self._runtime.pinned(longest), self._runtime, turn, self._checksums)
             self._layer(number, modules[number], moving.get(number), image, desks.desk)
 
         with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "kvclient-loading") as threads:
@@ -182,6 +193,18 @@ class _Filling:
         if moves is not None and image is not None:
             for part, stretch in moves.stretches(image, moves.offset):
                 self._tell(desk.fill(module, part, sources, stretch))
+
+    def words(self, number: int, name: str) -> torch.Tensor:
+        """Of a layer's packed tensor that was read, int32 [its shape], in the checkpoint's order once more.
+        Raises StreamingFailed if they are others now, OSError.
+        """
+        source = self._layers[number][name]
+        found = frame.read(source)
+        crc = kvclient.crc32c(memoryview(found.view(-1).view(torch.uint8).numpy()))
+        if self._checksums is None or crc != self._checksums[id(source)]:
+            why = f"{name} has other bytes than at the first read; load the checkpoint again"
+            raise StreamingFailed(source.path, number, source.offset, why)
+        return found
 
     def _tell(self, length: int) -> None:
         with self._lock:

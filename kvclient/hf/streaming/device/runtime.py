@@ -37,6 +37,9 @@ class Runtime(Protocol):
     def event(self) -> Any:
         """A new event: query() says whether it has come, a.elapsed_time(b) milliseconds between two."""
 
+    def wait(self, event: Any) -> None:
+        """The calling thread waits until it has come."""
+
     def memory(self, length: int) -> torch.Tensor:
         """uint8 [length bytes] on the device, whose address stays."""
 
@@ -85,6 +88,10 @@ class Cuda:
     def event(self) -> Any:
         """One that has a time."""
         return torch.cuda.Event(enable_timing=True)
+
+    def wait(self, event: Any) -> None:
+        """Without the interpreter."""
+        event.synchronize()
 
     def memory(self, length: int) -> torch.Tensor:
         """uint8 [length bytes] by torch's allocator. Raises torch.OutOfMemoryError."""

@@ -11,29 +11,38 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvclient.hf.streaming.device.layout import Attribute, attributes, put
 from kvclient.hf.streaming.device.mover import DeviceMover
 from kvclient.hf.streaming.device.runtime import Runtime
-from kvclient.hf.streaming.files.index import Part
+from kvclient.hf.streaming.device.shares import MOST_ROWS, Shares
+from kvclient.hf.streaming.device.spans import Spans
+from kvclient.hf.streaming.files.index import Part, Stored
 from kvclient.hf.streaming.mover import Piece
+from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.residency import Plan, StreamingConfig
 from kvclient.hf.streaming.scheduler import Scheduler
 from kvclient.hf.streaming.slots import Slot
 
+if TYPE_CHECKING:
+    from kvclient.hf.streaming.device.host import HostLayers
+
 
 @dataclass(frozen=True)
 class Moving:
-    """A layer whose parts come and go, one behind the other in the host's image from `offset` on."""
+    """A layer whose parts come and go, one behind the other in the host's image from `offset` on. fixed:
+    names of tensors that do not, though their bytes do.
+    """
 
     number: int
     module: torch.nn.Module
     parts: tuple[Part, ...]
     offset: int
+    fixed: frozenset[str] = frozenset()
 
     @property
     def length(self) -> int:
@@ -47,11 +56,23 @@ class Moving:
             at += part.length
 
     def attributes(self, memory: torch.Tensor | None, at: int = 0) -> list[tuple[Attribute, Any]]:
-        """Of all parts, as layout.attributes(); memory: uint8 [bytes], or None."""
-        if memory is None:
-            return [found for part in self.parts for found in attributes(self.module, part, None)]
-        stretches = self.stretches(memory, at)
-        return [found for part, stretch in stretches for found in attributes(self.module, part, stretch)]
+        """Of what comes and goes, as layout.attributes(); memory: uint8 [bytes], or None."""
+        return self._attributes(memory, at, lambda stored: stored.name not in self.fixed)
+
+    def fixed_attributes(self, image: torch.Tensor) -> list[tuple[Attribute, Any]]:
+        """Of what does not. image: uint8 [bytes], the host's, as the device sees it."""
+        return self._attributes(image, self.offset, lambda stored: stored.name in self.fixed)
+
+    def _attributes(
+        self, memory: torch.Tensor | None, at: int, wanted: Callable[[Stored], bool]
+    ) -> list[tuple[Attribute, Any]]:
+        found = []
+        for part in self.parts:
+            some = replace(part, tensors=tuple(filter(wanted, part.tensors)))
+            stretch = None if memory is None else memory[at : at + part.length]
+            found += attributes(self.module, some, stretch)
+            at += part.length
+        return found
 
 
 class DeviceStreams:
@@ -61,13 +82,16 @@ class DeviceStreams:
         self, prefix: str, moving: dict[int, Moving], plan: Plan, config: StreamingConfig,
         mover: DeviceMover | None, runtime: Runtime,
     ) -> None:  # fmt: skip
-        self.plan, self._prefix, self._moving = plan, prefix, moving
-        self._mover, self.runtime = mover, runtime
+        self.plan, self._prefix, self.layers = plan, prefix, moving
+        self.mover, self.runtime = mover, runtime
         self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
         self.embedding = None  # none that is read row by row
         self.trace = None
         self.scheduler: Scheduler | None = None
         self.link: float | None = None  # bytes a second, measured before anything was computed
+        self.shares: Shares | None = None  # what the host computes
+        self.placement: Placement | None = None
+        self._hosts: HostLayers | None = None
         self._users: dict[int, int] = {}
         self._lock, self._holding = threading.Lock(), threading.local()
         self._away = {number: layer.attributes(None) for number, layer in moving.items()}
@@ -94,7 +118,7 @@ class DeviceStreams:
     def moving(self) -> dict[str, tuple[torch.nn.Module, str]]:
         """Of each weight that has memory only while its layer computes, by its name: module and attribute."""
         found = {}
-        for number, layer in self._moving.items():
+        for number, layer in self.layers.items():
             for stored in (stored for part in layer.parts for stored in part.tensors):
                 owner, _, name = stored.name.rpartition(".")
                 found[f"{self._prefix}.{number}.{stored.name}"] = layer.module.get_submodule(owner), name
@@ -106,22 +130,53 @@ class DeviceStreams:
 
     def filled_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Each streamed layer in turn, with its name and its weights, until the next is asked for."""
-        for number, layer in self._moving.items():
-            self._before(number)(layer.module, ())
-            try:
-                yield f"{self._prefix}.{number}", layer.module
-            finally:
-                self._after(number)(layer.module, (), None)
+        for number in self.layers:
+            with self.looked_at(number) as layer:
+                yield f"{self._prefix}.{number}", layer
+
+    @contextlib.contextmanager
+    def looked_at(self, number: int) -> Iterator[torch.nn.Module]:
+        """A layer with its weights, in a slot."""
+        layer = self.layers[number].module
+        self._before(number)(layer, ())
+        try:
+            yield layer
+        finally:
+            self._after(number)(layer, (), None)
+
+    def moved(self) -> dict[int, int]:
+        """Bytes of each streamed layer."""
+        return {number: layer.length for number, layer in self.layers.items()}
+
+    def fix(self, number: int, names: frozenset[str], image: torch.Tensor) -> None:
+        """From here on these of a layer's tensors stay where the device sees the host's image, uint8 [bytes],
+        and the others come and go. Nobody computes.
+        """
+        layer = self.layers[number] = replace(self.layers[number], fixed=names)
+        self._there = {key: held for key, held in self._there.items() if key[0] != number}
+        self._away[number] = layer.attributes(None)
+        put(self._away[number])
+        put(layer.fixed_attributes(image))
+
+    def share(self, shares: Shares, hosts: HostLayers) -> None:
+        """From here on the host computes what `shares` choose, and what these layers can. Counts anew."""
+        assert self.scheduler is not None and self.mover is not None
+        self.shares, self._hosts = shares, hosts
+        self.placement = Placement(shares, self.moved(), (), self.scheduler)
+        self.placement.choice(1)  # so that it is told before anything is computed
+        self.runtime.settle()
+        self.mover.spans, self._began = Spans(), time.monotonic()
+        self.scheduler.loads = self.scheduler.hits = self.scheduler.retries = self.scheduler.bytes = 0
 
     def stats(self) -> dict[str, Any]:
         """Waits for the device. Seconds are the device's; link_share: of the time since the model was loaded
         in which bytes came over the link.
         """
         found = {"bytes_held": self.plan.bytes, "bytes_per_pass": self.plan.moved}
-        if self.scheduler is None or self._mover is None:
+        if self.scheduler is None or self.mover is None:
             return found
         self.runtime.settle()
-        spans = self._mover.spans
+        spans = self.mover.spans
         copied = spans.by_layer("copy")
         since, busy = time.monotonic() - self._began, sum(copied.values())
         return {
@@ -129,40 +184,69 @@ class DeviceStreams:
             "hits": self.scheduler.hits, "retries": self.scheduler.retries, "filling_s": busy,
             "waited_s": spans.by_layer("wait"), "computed_s": spans.by_layer("compute"), "elapsed_s": since,
             "link_share": busy / since if since else 0.0, "link_bytes_per_s": self.link,
+            **self._on_host(),
         }  # fmt: skip
 
+    def _on_host(self) -> dict[str, Any]:
+        """Of what the host computes: its choice, memory, and seconds by layer."""
+        if self.placement is None or self._hosts is None:
+            return {}
+        held = {"host_bytes": self._hosts.bytes, "host_computed_s": dict(self._hosts.computed_s)}
+        return {"placement": {**self.placement.report(), **held}}
+
     def expected_s(self) -> float | None:
-        """Seconds of a pass of one row at the link's rate; None: nothing is streamed."""
+        """Seconds of a pass of one row, at the link's rate or as it was shared; None: nothing is streamed."""
+        if self.shares is not None and self.placement is not None:
+            on_host = list(self.placement.choice(1).values()).count("host")
+            return self.shares.pass_s(self.moved(), 1, on_host)
         return self.plan.moved / self.link if self.link else None
 
     # ---------------------------------------------------------------- around a layer
 
     def _before(self, number: int) -> Callable[..., None]:
-        def before(layer: torch.nn.Module, _args: tuple[Any, ...]) -> None:
-            assert self.scheduler is not None
+        def before(_layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
             self._give_back_what_was_left()
             with contextlib.ExitStack() as stack:
-                slot = stack.enter_context(self.scheduler.holding(number))
-                with self._lock:
-                    if not self._users.get(number):
-                        put(self._values(number, slot))
-                    self._users[number] = self._users.get(number, 0) + 1
+                if self._goes_to_host(number, args):
+                    assert self._hosts is not None
+                    stack.enter_context(self._hosts.computing(number))
+                else:
+                    self._fill(number, stack)
                 self._holds(number).append(stack.pop_all())
 
         return before
+
+    def _goes_to_host(self, number: int, args: tuple[Any, ...]) -> bool:
+        """Whether the host computes the layer, which is called with these. Without any it is looked at."""
+        if self.placement is None or not args or torch.compiler.is_compiling():
+            return False
+        rows = min(args[0].shape[:-1].numel(), MOST_ROWS + 1)  # more are all the same
+        if found := self.placement.enter(number, rows):
+            self.placement.counted()
+        return found
+
+    def _fill(self, number: int, stack: contextlib.ExitStack) -> None:
+        """The layer has its weights, in a slot, until the stack is closed."""
+        assert self.scheduler is not None
+        slot = stack.enter_context(self.scheduler.holding(number))
+        with self._lock:
+            if not self._users.get(number):
+                put(self._values(number, slot))
+            self._users[number] = self._users.get(number, 0) + 1
+        stack.callback(self._leave, number)
+
+    def _leave(self, number: int) -> None:
+        with self._lock:
+            self._users[number] -= 1
+            if not self._users[number]:
+                put(self._away[number])
 
     def _after(self, number: int) -> Callable[..., None]:
         """Also after an exception in the layer."""
 
         def after(_layer: torch.nn.Module, _args: Any, _out: Any) -> None:
-            if not (stacks := self._holds(number)):
-                return  # the layer was never given its weights
-            held = stacks.pop()
-            with self._lock:
-                self._users[number] -= 1
-                if not self._users[number]:
-                    put(self._away[number])
-            held.close()
+            if stacks := self._holds(number):  # else the layer was never given its weights
+                stacks.pop().close()
 
         return after
 
@@ -171,7 +255,7 @@ class DeviceStreams:
         memory: Any = slot.memory
         key = number, slot.number
         if key not in self._there:
-            self._there[key] = self._moving[number].attributes(memory)
+            self._there[key] = self.layers[number].attributes(memory)
         return self._there[key]
 
     def _holds(self, number: int) -> list[contextlib.ExitStack]:
@@ -185,4 +269,4 @@ class DeviceStreams:
         """
         for number, holds in self._holding.__dict__.get("stacks", {}).items():
             while holds:
-                self._after(number)(self._moving[number].module, (), None)
+                self._after(number)(self.layers[number].module, (), None)

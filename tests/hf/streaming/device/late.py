@@ -123,6 +123,9 @@ class Late:
     def event(self) -> Event:
         return Event()
 
+    def wait(self, event: Event) -> None:
+        event.stream.until(event)
+
     def memory(self, length: int) -> Any:
         return Memory(torch.full((length,), 255, dtype=torch.uint8), self)
 
