@@ -1,14 +1,16 @@
 """The code that a model runs: what its forward passes are made of, as a digest and as a list to look at.
 
-Owns the walk from the classes of a model's modules to every function they reach: methods, plain functions in
-attributes, functions of the modules they were written in, what they were wrapped around, and the plain values
-these read (constants, defaults, closures, numbers of a module or class). Never runs any of it. Invariant: two
-processes with the same code have the same digest, whatever order things were imported in; an edited function
-has another one, wherever it lies.
+Owns the walk from the classes of a model's modules to every function they reach: methods, properties, those
+of bases by super(), plain functions in attributes, functions and classes of the modules they were written in
+and of modules named there, what they were wrapped around, what is registered as the model's attention and
+masks; and the plain values these read (constants, defaults, closures, of a module or class;
+kvclient.hf.model.values says which). Never runs any of it. Invariant: two processes with the same code have
+the same digest, whatever order things were imported in; an edited function has another one, wherever it lies.
 
 What it stops at is named, not read: torch, NumPy, Python's own library, and kvclient. What hides from it: a
-function that is only reached through a container or a string, one of torch's own that was replaced in torch's
-namespace, and code in C. It reads bytecode, so processes of different minor versions of Python share nothing.
+function that is only reached through a container, a string or an object that is no layer, one of torch's own
+that was replaced in torch's namespace, classes of transformers that are no layers, and code in C. It reads
+bytecode, so processes of different minor versions of Python share nothing.
 """
 
 from __future__ import annotations
@@ -24,47 +26,53 @@ import torch
 
 from kvclient.blocks.identity import encode
 from kvclient.errors import InvalidArgument
+from kvclient.hf.model.values import VALUES, plain_text, text_of
 
 NAMED = frozenset({"torch", "numpy", "kvclient", "accelerate", "peft", "builtins"}) | sys.stdlib_module_names
-VALUES = (bool, int, float, str, bytes, type(None))
+LIBRARIES = NAMED | {"transformers", "huggingface_hub"}  # whose classes are not walked, but for layers
+MADE_AND_CALLED = ("__init__", "__new__", "__call__", "forward")  # of a class, without its name being read
 MOST_FUNCTIONS = 20_000  # a model reaches some hundreds; above it something walked out of the model
 
 
 class Code:
     """Of the modules that the model has now. About 5 ms for a model of 30 layers. functions: all that were
-    reached; bindings: where a name was looked up, a namespace or a class, and the name.
+    reached; bindings: where a name was looked up (a namespace, a class, a registry), and the name; reads: the
+    names that it reads.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._functions: dict[int, tuple[types.FunctionType, list[Any]]] = {}
+        self._functions: dict[tuple[int, int], tuple[types.FunctionType, list[Any]]] = {}
         self._bindings: dict[tuple[int, str], tuple[Any, str]] = {}
         self._roots: list[list[Any]] = []
+        self.reads: set[str] = set()
         for kind in {type(module): None for module in model.modules()}:
-            self._root(kind.__qualname__, _of_class(kind, "forward"), kind, "forward")
+            self._root(kind.__qualname__, _of_class(kind, "forward"), kind, "forward", kind)
             if not _named(kind.__module__):
-                numbers = {k: v for k, v in vars(kind).items() if type(v) in VALUES and not k.startswith("_")}
-                self._roots.append([kind.__qualname__, sorted((k, _value(v)) for k, v in numbers.items())])
+                numbers = [k for k, v in vars(kind).items() if type(v) in VALUES and not k.startswith("_")]
+                self._roots.append([kind.__qualname__, sorted((k, text_of(vars(kind)[k])) for k in numbers)])
+                self._bindings.update({(id(kind), k): (kind, k) for k in numbers})
         for name, module in model.named_modules():
             for key, value in module.__dict__.items():
                 if name and key != "forward" and not key.startswith("_") and callable(value):
                     self._root(f"{name}.{key}", value, module.__dict__, key)
-        self._root("attention", _attention_of(model), None, "")
+        for what, registry, chosen in _registered(model):
+            self._root(what, registry.get(chosen), registry, chosen)
         self.digest = hashlib.sha256(encode([self._roots, self._spelled()])).digest()
-        self.functions = [function for function, _ in self._functions.values()]
+        self.functions = list({id(function): function for function, _ in self._functions.values()}.values())
         self.bindings = list(self._bindings.values())
 
-    def _root(self, where: str, found: Any, holder: Any, name: str) -> None:
-        self._roots.append([where, self._reach(found, holder, name)])
+    def _root(self, where: str, found: Any, holder: Any, name: str, owner: type | None = None) -> None:
+        self._roots.append([where, self._reach(found, holder, name, owner)])
 
-    def _reach(self, found: Any, holder: Any, name: str) -> str:
-        """What `found` is called in the digest; its code is walked, once."""
+    def _reach(self, found: Any, holder: Any, name: str, owner: type | None = None) -> str:
+        """What `found` is called in the digest; its code is walked, once for each class that has it. holder:
+        where it was looked up. owner: the class of its first argument."""
         if holder is not None:
             self._bindings[id(holder), name] = (holder, name)
         if isinstance(found, functools.partial):
-            said = [_value(v) for v in (*found.args, *sorted(found.keywords.items()))]
+            said = [text_of(v) for v in (*found.args, *sorted(found.keywords.items()))]
             return f"partial({self._reach(found.func, None, '')}, {said})"
-        if isinstance(found, (staticmethod, classmethod, types.MethodType)):
-            found = found.__func__
+        found = _function(found)
         if isinstance(found, torch.jit.ScriptFunction):
             return f"script:{found.code}"
         original = getattr(found, "_torchdynamo_orig_callable", None)
@@ -72,53 +80,101 @@ class Code:
             return self._reach(original, None, "")
         if not isinstance(found, types.FunctionType):
             if isinstance(found, torch.nn.Module) or not callable(found) or isinstance(found, type):
-                return _value(found)
+                return text_of(found)
             call = _of_class(type(found), "__call__")
-            return self._reach(call, type(found), "__call__") if _walked(call) else _value(found)
+            if not _walked(call):
+                return text_of(found)
+            return self._reach(call, type(found), "__call__", type(found))
         called = f"{found.__globals__.get('__name__')}.{found.__code__.co_qualname}"
-        if _walked(found) and id(found) not in self._functions:
+        place = (id(found), id(owner))
+        if _walked(found) and place not in self._functions:
             if len(self._functions) >= MOST_FUNCTIONS:
                 raise InvalidArgument(f"{called}: the model's code reaches over {MOST_FUNCTIONS} functions")
-            self._functions[id(found)] = (found, [])
-            self._functions[id(found)][1].extend(self._described(found, called, holder))
+            self._functions[place] = (found, [])
+            self._functions[place][1].extend(self._described(found, called, owner))
         return called
 
-    def _described(self, function: types.FunctionType, called: str, holder: Any) -> list[Any]:
+    def _described(self, function: types.FunctionType, called: str, owner: type | None) -> list[Any]:
         out: list[Any] = [called, _spelled(function.__code__)]
-        out.append([_value(v) for v in function.__defaults__ or ()])
-        out.append(sorted((k, _value(v)) for k, v in (function.__kwdefaults__ or {}).items()))
+        out.append([text_of(v) for v in function.__defaults__ or ()])
+        out.append(sorted((k, text_of(v)) for k, v in (function.__kwdefaults__ or {}).items()))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
             except ValueError:
                 continue
-            out.append([name, self._reach(held, None, "") if callable(held) else _value(held)])
+            out.append([name, self._reach(held, None, "") if callable(held) else text_of(held)])
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
-            out.append(["wrapped", self._reach(wrapped, None, "")])
-        owner = holder if isinstance(holder, type) else None
-        for name in sorted(_names(function.__code__)):
-            if owner is not None and _walked(method := _of_class(owner, name)):
-                out.append([f"self.{name}", self._reach(method, owner, name)])
-            value = function.__globals__.get(name)
-            if type(value) in VALUES:
-                self._bindings[id(function.__globals__), name] = (function.__globals__, name)
-                out.append([name, _value(value)])
-            elif isinstance(value, functools.partial) or _walked(value):
-                out.append([name, self._reach(value, function.__globals__, name)])
+            out.append(["wrapped", self._reach(wrapped, None, "", owner)])
+        names = sorted(_names(function.__code__))
+        self.reads.update(names)
+        if owner is not None:
+            out += self._of_owner(owner, names)
+        for name in names:
+            if name in function.__globals__:
+                out += self._looked_up(function.__globals__, name, names)
         return out
+
+    def _of_owner(self, owner: type, names: list[str]) -> list[Any]:
+        """What these names are of a class: methods, properties, plain values; with super() those of each base
+        that has one."""
+        out: list[Any] = []
+        for name in names:
+            for base in owner.__mro__ if "super" in names else owner.__mro__[:1]:
+                found = _of_class(owner, name) if base is owner else base.__dict__.get(name)
+                if _walked(found):
+                    out.append([f"self.{name}", self._reach(found, base, name, owner)])
+                elif not name.startswith("__") and not _named(base.__module__):
+                    out += self._plain(base, name, found)
+        return out
+
+    def _looked_up(
+        self, namespace: dict[str, Any], name: str, names: list[str], within: tuple[Any, ...] = ()
+    ) -> list[Any]:
+        """A name of a module's; of another module, or of a class that is nobody's layer, what these names
+        are there. within: modules that this one was looked up in."""
+        value = namespace[name]
+        if isinstance(value, functools.partial) or _walked(value):
+            return [[name, self._reach(value, namespace, name)]]
+        if type(value) is types.ModuleType and not _named(value.__name__):
+            if value in within:
+                return []
+            there, within = [n for n in names if n in vars(value)], (*within, value)
+            return [said for n in there for said in self._looked_up(vars(value), n, names, within)]
+        if isinstance(value, type):
+            return self._of_class(value, names)
+        return self._plain(namespace, name, value)
+
+    def _of_class(self, kind: type, names: list[str]) -> list[Any]:
+        library = _named(kind.__module__, LIBRARIES) or issubclass(kind, torch.nn.Module)
+        return [] if library else self._of_owner(kind, sorted({*names, *MADE_AND_CALLED}))
+
+    def _plain(self, holder: Any, name: str, value: Any) -> list[Any]:
+        if isinstance(value, type) or (text := plain_text(value)) is None:
+            return []
+        self._bindings[id(holder), name] = (holder, name)
+        return [[name, text]]
 
     def _spelled(self) -> list[Any]:
         """In an order that does not depend on which was reached first."""
         return sorted((said for _, said in self._functions.values()), key=repr)
 
 
-def _named(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in NAMED
+def _named(module: str | None, known: frozenset[str] = NAMED) -> bool:
+    return (module or "").partition(".")[0] in known
+
+
+def _function(found: Any) -> Any:
+    """The one that a method, a property or a cached property is made of."""
+    if isinstance(found, (staticmethod, classmethod, types.MethodType)):
+        return found.__func__
+    if isinstance(found, property):
+        return found.fget
+    return found.func if isinstance(found, functools.cached_property) else found
 
 
 def _walked(found: Any) -> bool:
-    if isinstance(found, (staticmethod, classmethod, types.MethodType)):
-        found = found.__func__
+    found = _function(found)
     return isinstance(found, types.FunctionType) and not _named(found.__globals__.get("__name__"))
 
 
@@ -130,12 +186,19 @@ def _of_class(kind: type, name: str) -> Any:
     return None
 
 
-def _attention_of(model: torch.nn.Module) -> Any:
-    """The function that a user registered under the name of the model's attention, or transformers' own."""
+def _registered(model: torch.nn.Module) -> list[tuple[str, Any, str]]:
+    """Where transformers looks the model's attention up, and its masks, by which name: a user may register
+    another one under it."""
+    from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     chosen = getattr(model.config, "_attn_implementation", None)
-    return ALL_ATTENTION_FUNCTIONS.get(chosen) if isinstance(chosen, str) else None
+    if not isinstance(chosen, str):
+        return []
+    found = [("attention", ALL_ATTENTION_FUNCTIONS, chosen)]
+    if (masks := getattr(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", None)) is not None:
+        found.append(("mask", masks, chosen))
+    return found
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -154,19 +217,4 @@ def _constants(code: types.CodeType) -> Iterator[Any]:
         if isinstance(constant, types.CodeType):
             yield _spelled(constant)
         elif index or not documented or not isinstance(constant, str):
-            yield _value(constant)
-
-
-def _value(value: Any) -> str:
-    """A plain value spelled out; of others, which may say another thing in every process, the type."""
-    if type(value) in VALUES:
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"{type(value).__name__}({', '.join(map(_value, value))})"
-    if isinstance(value, frozenset | set):
-        return f"{type(value).__name__}({', '.join(sorted(map(_value, value)))})"
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return f"{value.__module__}.{value.__qualname__}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+            yield text_of(constant)

@@ -3,10 +3,11 @@
 Owns a list of places to look at and what was seen there. Reads of every parameter and buffer a few numbers,
 spread over it. Invariant: changed() is true after any tensor, module, foreign hook, forward of a module's own
 or adapter was replaced, added, removed or written in place, by an optimizer too, or the precision, the
-attention implementation, a field of the configuration, a module's class, plain number or plain tensor, or the
+attention implementation, a field of the configuration, a module's class, plain value or tensor, or the
 code that it runs (kvclient.hf.model.code) was changed; and after a write through `.data` or `.numpy()` that
 reached one of the numbers read, as every write of a whole tensor does. What hides from it: such a write that
-missed them all, attributes of other types or that were not there before, and what hides from Code.
+missed them all, attributes that were not there before or are not plain (kvclient.hf.model.values), and what
+hides from Code.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch.nn.modules import module as every
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvclient.blocks.identity import CONFIG_DENY_LIST
-from kvclient.hf.model.code import VALUES, Code
+from kvclient.hf.model.code import NAMED, Code
 from kvclient.hf.model.modes import Modes
+from kvclient.hf.model.values import CONTAINERS, mark, plain_text
 from kvclient.hf.streaming.model import streams_of
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
@@ -164,6 +166,8 @@ def foreign_forward(module: torch.nn.Module) -> list[Any]:
         if of_class or home.startswith("kvclient."):
             break
         if isinstance(forward, functools.partial) and _home(forward.func).startswith("accelerate."):
+            if strangers := _of_accelerate(module):
+                return strangers
             inner = module.__dict__.get("_old_forward")
         else:
             inner = getattr(forward, "_torchdynamo_orig_callable", None)
@@ -171,6 +175,13 @@ def foreign_forward(module: torch.nn.Module) -> list[Any]:
             return [forward]
         forward = inner
     return []
+
+
+def _of_accelerate(module: torch.nn.Module) -> list[Any]:
+    """Of the hooks that accelerate puts around a module's forward those that are not its own."""
+    hook = module.__dict__.get("_hf_hook")
+    hooks = [hook, *getattr(hook, "hooks", ())]
+    return [each for each in hooks if not type(each).__module__.startswith("accelerate.")]
 
 
 def adapters(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -216,7 +227,9 @@ def _home(hook: Any) -> str:
     return getattr(hook, "__module__", None) or type(hook).__module__
 
 
-PLAIN = (bool, int, float, type(None))
+PLAIN = (bool, int, float, str, type(None))
+ABSENT = object()
+OF_TORCH = frozenset(torch.nn.Module().__dict__)
 HARMLESS = ("training", "gradient_checkpointing")  # the one is asked for by itself, the other needs it
 
 
@@ -232,8 +245,7 @@ class Attributes:
             (name, module.__dict__, key)
             for name, module in model.named_modules()
             for key, value in module.__dict__.items()
-            if name and not key.startswith("_") and key not in HARMLESS
-            if type(value) in PLAIN or isinstance(value, torch.Tensor)
+            if name and _told(module, key, value, self._code.reads)
         ]
         self._kept = [held[key] for _, held, key in self._entries]  # or another could get the id of one
         self._first = self._values()
@@ -263,7 +275,8 @@ class Attributes:
     def numbers(self) -> dict[str, Any]:
         """Those that are plain values, by their dotted names."""
         held = {f"{name}.{key}": attributes.get(key) for name, attributes, key in self._entries}
-        return {name: value for name, value in held.items() if type(value) in PLAIN}
+        texts = {name: plain_text(value) for name, value in held.items() if type(value) in CONTAINERS}
+        return {name: value for name, value in {**held, **texts}.items() if type(value) in PLAIN}
 
     def code(self) -> list[Any]:
         """Which classes the modules are of, and the digest of what their forward passes run."""
@@ -272,20 +285,34 @@ class Attributes:
 
     def _values(self) -> list[Any]:
         return [
-            value if type(value := held.get(key, held)) in PLAIN else _seen(value)
+            value if type(value := held.get(key, ABSENT)) in PLAIN else _seen(value)
             for _, held, key in self._entries
         ]
 
 
+def _told(module: torch.nn.Module, key: str, value: Any, reads: set[str]) -> bool:
+    """Whether an attribute of a module is part of what it computes, as far as it can be: numbers and tensors,
+    and texts, containers and what is called private, where the code that is known reads such a name, or the
+    module is torch's."""
+    if key in HARMLESS or key in OF_TORCH:
+        return False
+    if type(value) in (bool, int, float, type(None)) or isinstance(value, torch.Tensor):
+        return not key.startswith("_") or key in reads
+    read = key in reads or (type(module).__module__.partition(".")[0] in NAMED and not key.startswith("_"))
+    return read and type(value) in (str, *CONTAINERS) and plain_text(value) is not None
+
+
 def _seen(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
-        return (id(value),)
+        return mark(value) if type(value) in CONTAINERS else (id(value),)
     return id(value), value.data_ptr(), None if value.is_inference() else value._version
 
 
 def _code_state(code: Code) -> list[Any]:
     """What the names that were looked up mean now, and what the functions that were reached are made of."""
-    state = [getattr(at, name, None) if isinstance(at, type) else at.get(name) for at, name in code.bindings]
+    state = [
+        mark(getattr(at, name, None) if isinstance(at, type) else at.get(name)) for at, name in code.bindings
+    ]
     for function in code.functions:
         held = [_held(cell) for cell in function.__closure__ or ()]
         defaults, keywords = function.__defaults__, function.__kwdefaults__
@@ -295,10 +322,9 @@ def _code_state(code: Code) -> list[Any]:
 
 def _held(cell: CellType) -> Any:
     try:
-        held = cell.cell_contents
+        return mark(cell.cell_contents)
     except ValueError:
         return None
-    return held if type(held) in VALUES else id(held)
 
 
 def _config_state(config: Any) -> str:

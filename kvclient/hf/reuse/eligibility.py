@@ -8,8 +8,9 @@ does not give the logits of a full prefill there is Refused with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.blocks.match import Piece
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
+from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.proof import TOLERANCE, evaluating
 from kvclient.hf.cache.layer import Shape, as_array, replace_layers
 from kvclient.hf.call import Clock
@@ -60,9 +62,7 @@ def examine_non_prefix(model: torch.nn.Module, kv: KVShape, repair: Repair) -> N
         for method in ("none", "cacheblend"):
             try:
                 difference = _prove(model, kv, _trial(non_prefix, method))
-            except RuntimeError as error:
-                if non_prefix.refills or "invalid for input of size" not in str(error):  # of a view
-                    raise
+            except Refilling:
                 non_prefix = dataclasses.replace(non_prefix, refills=True)
                 difference = _prove(model, kv, _trial(non_prefix, method))
             if not difference <= TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
@@ -71,6 +71,26 @@ def examine_non_prefix(model: torch.nn.Module, kv: KVShape, repair: Repair) -> N
                     f"{difference:.2g} from a full one: it does not treat rows by their position alone"
                 )
     return non_prefix
+
+
+class Refilling(Exception):
+    """Behind its last layer the model wants as many rows as tokens. Internal."""
+
+
+@contextlib.contextmanager
+def _cut(model: torch.nn.Module, non_prefix: NonPrefixReuse) -> Iterator[None]:
+    """Of a pass over some rows. Raises Refused for what the model's own code raises then."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, InvalidArgument):
+        raise
+    except Exception as error:
+        if not non_prefix.refills and "invalid for input of size" in str(error):  # of a view
+            raise Refilling from error
+        raise Refused(
+            f"{type(model).__name__} does not run over some rows of a prompt ({error!r:.200}): only prefixes "
+            "are reused"
+        ) from error
 
 
 def _trial(non_prefix: NonPrefixReuse, method: str) -> NonPrefixReuse:
@@ -106,7 +126,7 @@ def _prove(model: torch.nn.Module, kv: KVShape, non_prefix: NonPrefixReuse) -> f
         shape = Shape(1, form.heads, form.head_dim, form.dtype, model.device, length)
         layers += [BlendLayer(blend, index, shape) for index in these]
     replace_layers(cache, sorted(layers, key=lambda layer: layer.index))
-    with blend:
+    with blend, _cut(model, non_prefix):
         got = model(input_ids=ids, use_cache=True, **passing(cache)).logits[0, -1]
     scale = float(wanted.abs().max()) or 1.0
     value = float((got.float() - wanted.float()).abs().max()) / scale

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -191,3 +192,173 @@ def test_an_edit_between_two_calls_is_noticed(model, client, monkeypatch, edit):
         assert kv.last.bypassed is None and kv.last.reused_tokens == 0
         assert kv.identity != before
     assert torch.equal(said, generate(model, ids, 4)[0])
+
+
+HELPER = "def factor(x): return 1.0"
+WRITTEN = """
+import torch
+
+class Base(torch.nn.Module):
+    def forward(self, x):
+        return self.inner(x) * self.own()
+
+class Above(torch.nn.Module):
+    def forward(self, x):
+        return self.inner(x)
+
+class Scaled(Above):
+    SCALE, SCALES = 1.0, [1.0]
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.pair, self.by_name, self._private = inner, (1.0,), {"a": 1.0}, 1.0
+        self.eval()
+
+    @property
+    def told(self):
+        return 1.0
+
+    def forward(self, x):
+        factor = self.SCALE * self.SCALES[0] * self.told * self.pair[0] * self.by_name["a"] * self._private
+        factor *= package.helper.factor(x) * Tool.shared() * Tool().alone()
+        factor *= LIST[0] * PAIR[0] * BY_NAME["a"] * float(ONE)
+        return super().forward(x) * factor
+
+class First(Base):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.eval()
+
+    def own(self):
+        return 1.0
+
+class Second(First):
+    def own(self):
+        return 1.0
+
+class Tool:
+    FACTOR = 1.0
+
+    @staticmethod
+    def shared():
+        return 1.0
+
+    def alone(self):
+        return self.FACTOR
+
+LIST, PAIR, BY_NAME, ONE = [1.0], (1.0,), {"a": 1.0}, torch.ones(1)
+"""
+
+
+def half(*_args):
+    return 0.5
+
+
+@pytest.fixture
+def code(model, monkeypatch):
+    """A user's file, three of whose layers are in the model."""
+    written, helper = types.ModuleType("written"), types.ModuleType("helper")
+    exec(HELPER, helper.__dict__)
+    monkeypatch.setitem(sys.modules, "written", written)
+    written.package = types.ModuleType("package")
+    written.package.helper, written.package.package = helper, written.package
+    exec(WRITTEN, written.__dict__)
+    first, second = model.model.layers
+    first.mlp, second.mlp = written.Scaled(written.First(first.mlp)), written.Second(second.mlp)
+    return written
+
+
+EDITS = {
+    "a number of a class": lambda code, model: (code.Scaled, "SCALE", 0.5),
+    "a list of a class": lambda code, model: (code.Scaled, "SCALES", [0.5]),
+    "a property": lambda code, model: (code.Scaled, "told", property(half)),
+    "a method by super()": lambda code, model: (code.Above, "forward", lambda self, x: self.inner(x) * 0.5),
+    "a method of the second class with one forward": lambda code, model: (code.Second, "own", half),
+    "a function of a module": lambda code, model: (code.package.helper, "factor", half),
+    "a function of a class": lambda code, model: (code.Tool, "shared", staticmethod(half)),
+    "a method of a class that is no layer": lambda code, model: (code.Tool, "alone", half),
+    "a number of a class that is no layer": lambda code, model: (code.Tool, "FACTOR", 0.5),
+    "a list of the file": lambda code, model: (code, "LIST", [0.5]),
+    "a tuple of the file": lambda code, model: (code, "PAIR", (0.5,)),
+    "a dict of the file": lambda code, model: (code, "BY_NAME", {"a": 0.5}),
+    "a tensor of the file": lambda code, model: (code, "ONE", torch.full((1,), 0.5)),
+    "a tuple of a layer": lambda code, model: (model.model.layers[0].mlp, "pair", (0.5,)),
+    "a dict of a layer": lambda code, model: (model.model.layers[0].mlp, "by_name", {"a": 0.5}),
+    "what a layer calls private": lambda code, model: (model.model.layers[0].mlp, "_private", 0.5),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_code_reaches_is_of_the_identity(model, code, client, edit):
+    """Edited between two calls it is noticed; edited back, what was published before is found."""
+    ids = prompt(70)
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        generate(model, ids, 1)
+        first = kv.identity
+        holder, name, value = EDITS[edit](code, model)
+        before = vars(holder)[name]
+        setattr(holder, name, value)
+        said, _, _ = generate(model, ids, 4)
+        assert (kv.last.bypassed, kv.last.reused_tokens) == (None, 0)
+        assert kv.identity != first
+        with kv.bypass():
+            assert torch.equal(said, generate(model, ids, 4)[0])
+        setattr(holder, name, before)
+        generate(model, ids, 1)
+        assert kv.identity == first and kv.last.reused_tokens >= 64
+
+
+def test_a_list_that_is_written_in_place_is_noticed(model, code, client):
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        generate(model, prompt(70), 1)
+        code.LIST[0] = 0.5
+        generate(model, prompt(70), 1)
+        assert kv.last.reused_tokens == 0
+
+
+def test_another_attention_and_masks_under_one_name_are_noticed(model, client):
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    masks = getattr(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def halved(*args, **kwargs):
+        return usual(*args, **kwargs)[0] * 0.5, None
+
+    ALL_ATTENTION_FUNCTIONS.register("users", lambda *args, **kwargs: usual(*args, **kwargs))
+    if masks is not None:
+        masks.register("users", masks["sdpa"])
+    model.config._attn_implementation = "users"
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        generate(model, prompt(70), 1)
+        first = kv.identity
+        ALL_ATTENTION_FUNCTIONS.register("users", halved)
+        generate(model, prompt(70), 1)
+        second = kv.identity
+        assert kv.last.reused_tokens == 0 and second != first
+        if masks is not None:
+            masks.register("users", lambda *args, **kwargs: None)
+            generate(model, prompt(70), 1)
+            assert kv.last.reused_tokens == 0 and kv.identity not in (first, second)
+
+
+def test_a_hook_of_accelerates_that_is_not_its_own_is_refused(model, client):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Halved(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return output * 0.5
+
+    mlp = model.model.layers[1].mlp
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        hooks.add_hook_to_module(mlp, hooks.AlignDevicesHook(execution_device="cpu"))
+        generate(model, prompt(70), 1)
+        assert kv.last.bypassed is None
+        hooks.add_hook_to_module(mlp, Halved(), append=True)
+        generate(model, prompt(70), 1)
+        assert kv.last.bypassed == "refused" and "Halved" in kv.last.bypass_detail
+        hooks.remove_hook_from_module(mlp)
+        generate(model, prompt(70), 1)
+        assert kv.last.bypassed is None

@@ -5,6 +5,7 @@ conventions, wrong arguments.
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import kvclient
 import kvclient.hf
@@ -12,6 +13,7 @@ from kvclient import kernels
 from kvclient.errors import InvalidArgument
 from kvclient.hf.model.rope import rotated
 from kvclient.hf.reuse.repair import Repair
+from tests.hf.census import TINY
 from tests.hf.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -36,6 +38,21 @@ def test_models_whose_keys_cannot_be_moved_are_refused_with_the_reason(client, n
     with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:  # prefixes are still served
         generate(model, prompt(40))
         generate(model, prompt(40))
+        assert kv.last.reused_tokens == 32
+
+
+def test_a_model_whose_layers_take_more_than_rows_is_refused_with_what_it_raised(client):
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no Gemma 4")
+    sizes = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 16, "global_head_dim": 32}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "head_dim": 16}
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**TINY, **sizes)).eval()
+    model.generation_config.eos_token_id = None
+    with pytest.raises(kvclient.hf.Refused, match=r"over some rows of a prompt \(RuntimeError"):
+        kvclient.hf.attach(model, client, block_tokens=BLOCK, repair="selective")
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:  # prefixes are still served
+        for _ in range(2):
+            generate(model, prompt(40))
         assert kv.last.reused_tokens == 32
 
 
