@@ -148,7 +148,8 @@ def _get_candidate_generator(model: torch.nn.Module, **kwargs: Any) -> Any:
     attachment, candidate_generator = _attached(model, "_get_candidate_generator")
     request = attachment._local.request if attachment is not None else None
     asked = [kwargs.get(name) for name in ("input_ids", "generation_config", "model_kwargs")]
-    if request is not None and all(argument is not None for argument in asked):
+    states = attachment is not None and attachment._model_state.served.states  # recorded, to be cut back
+    if request is not None and not states and all(argument is not None for argument in asked):
         _, prefill = _attached(model, "_prefill")
         assisted.compute_ahead(request, prefill, model, *asked)
     return candidate_generator(**kwargs)

@@ -130,6 +130,19 @@ def test_padding_and_outputs_of_the_prompt_go_without_the_store(attached):
         assert torch.equal(tokens, plain)
 
 
+def test_prompt_lookup_goes_without_the_store(attached):
+    """Its loop has states recorded, to cut them back to what was accepted."""
+    model, ids = known("lfm2"), prompt(45)
+    kv = attached(model)
+    with kv.bypass():
+        plain = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    for _ in range(2):
+        said = model.generate(
+            ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, prompt_lookup_num_tokens=3
+        )
+        assert torch.equal(said, plain) and kv.last.bypassed == "no_prefill"
+
+
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
 def test_a_cache_of_the_callers_is_served_while_it_is_empty(name, attached):
     """One with states alone tells no length. Filled, it is its caller's, as without the store."""
