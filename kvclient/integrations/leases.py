@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-class _Lease:
+class Lease:
+    """Pins of one call."""
+
     __slots__ = ("blocks", "keys", "until")
 
     def __init__(self, blocks: Any, keys: set[bytes], until: float) -> None:
@@ -27,21 +29,31 @@ class Leases:
     def __init__(self, lease_s: float, max_blocks: int) -> None:
         self._lease_s, self._max_blocks = lease_s, max_blocks
         self._lock = threading.Lock()
-        self._held: deque[_Lease] = deque()  # oldest first
+        self._held: deque[Lease] = deque()  # oldest first
         self._timer: threading.Timer | None = None
         self._closed = False
 
-    def hold(self, keys: Iterable[bytes], blocks: Any) -> None:
-        """Takes the pins over."""
-        names = set(keys)
+    def hold(self, keys: Iterable[bytes], blocks: Any) -> Lease:
+        """Takes the pins over. What it returns is for end()."""
+        made = Lease(blocks, set(keys), time.monotonic() + self._lease_s)
         with self._lock:
-            if self._closed or not names:
+            if self._closed or not made.keys:
                 blocks.release()
-                return
-            self._held.append(_Lease(blocks, names, time.monotonic() + self._lease_s))
+                return made
+            self._held.append(made)
             while self._count() > self._max_blocks and len(self._held) > 1:
                 self._held.popleft().blocks.release()
             self._arm()
+        return made
+
+    def end(self, leases: Iterable[Lease]) -> None:
+        """Those and no others are done with; one may be over already."""
+        ended = set(leases)
+        with self._lock:
+            for lease in self._held:
+                if lease in ended:
+                    lease.blocks.release()
+            self._held = deque(lease for lease in self._held if lease not in ended)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Those were loaded: for each the oldest lease that has it is done with it."""

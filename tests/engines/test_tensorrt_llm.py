@@ -195,6 +195,27 @@ def test_a_request_that_is_asked_of_again_holds_only_what_was_promised_last(daem
     assert stats()["pins"] == 0
 
 
+def test_who_is_asked_of_again_gives_back_its_own_pins_alone(daemon, adapter, monkeypatch):
+    """Those of before may be gone by then: its new ones of the same blocks stay, and those of others."""
+    kvstored = daemon()
+    monkeypatch.setattr("kvclient.integrations.tensorrt_llm.scheduler.MAX_HELD", 5)
+    first, second = (Engine(adapter, monkeypatch, kvstored.dir) for _ in range(2))
+    stats, other = kvstored.connect().stats, PROMPT[::-1]
+    first.run(PROMPT)
+    first.run(other)
+    a, b, c = (
+        types.SimpleNamespace(request_id=number, cache_salt=None, get_tokens=lambda beam, said=said: said)
+        for number, said in enumerate([PROMPT, other, PROMPT])
+    )
+    for request in (a, b, a, c):  # of so many blocks at one time: what the one before it held is gone
+        assert second.scheduler.get_num_new_matched_tokens(request, 0) == (40, False)
+        assert stats()["pins"] == 5
+    second.scheduler.request_finished(a, [])
+    assert stats()["pins"] == 5
+    second.scheduler.request_finished(c, [])
+    assert stats()["pins"] == 0
+
+
 def test_what_was_promised_before_is_not_loaded_nor_counted_as_computed(daemon, adapter, monkeypatch):
     """Else blocks that no step has computed yet would be stored as if they were right."""
     kvstored = daemon()

@@ -17,7 +17,7 @@ from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import KvCache
 import kvclient
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
-from kvclient.integrations.leases import Leases
+from kvclient.integrations.leases import Lease, Leases
 from kvclient.integrations.tensorrt_llm.identity import common, connect, of_rank, of_request
 
 log = logging.getLogger("tensorrt_llm.kvstored")
@@ -61,7 +61,7 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
         self._leases = Leases(float(self._common.options["lease_s"]), MAX_HELD)
         self._running: dict[int, _Running] = {}
         self._promised: dict[int, tuple[int, int]] = {}  # request -> first block and how many
-        self._held: dict[int, list[bytes]] = {}
+        self._held: dict[int, list[Lease]] = {}
         self._alone: set[int] = set()  # requests whose KV depends on more than tokens and salt
 
     def _keys(self, tokens: list[int], salt: str | None, count: int) -> list[bytes]:
@@ -75,7 +75,7 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
         self._promised.pop(request.request_id, None)
         before = self._held.pop(request.request_id, [])
         count = self._matched(request, num_computed_tokens)
-        self._leases.used(before)
+        self._leases.end(before)
         return count * self._common.block_tokens, False
 
     def _matched(self, request: Any, num_computed_tokens: int) -> int:
@@ -107,8 +107,7 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
                 blocks = self._client.get(names, wait_s=float(self._common.options["wait_s"]), verify=True)
                 found = [block is not None for block in blocks]
                 count = found.index(False) if False in found else count
-                self._leases.hold(names, blocks)
-                self._held.setdefault(request_id, []).extend(names)
+                self._held.setdefault(request_id, []).append(self._leases.hold(names, blocks))
         except KVClientError as error:
             self._health.failed("a look-up", error)
             return 0
@@ -150,7 +149,7 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
         self._running.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
         self._alone.discard(request.request_id)
-        self._leases.used(self._held.pop(request.request_id, []))
+        self._leases.end(self._held.pop(request.request_id, []))
         return False  # nothing is saved behind the request's back
 
 
