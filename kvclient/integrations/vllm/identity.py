@@ -81,15 +81,17 @@ def engine_fields(config: Any) -> dict[str, Any]:
         "attention": plain("attention_config", config.attention_config),
         "adapters": None if config.lora_config is None else str(config.lora_config.lora_dtype),
         "environment": envs.compile_factors(),  # less what vLLM itself says to be without effect
-        "device": [str(config.device_config.device_type), *_processor()],
+        "device": _device(str(config.device_config.device_type)),
         "hash": [_hash_algorithm(config), os.environ.get("PYTHONHASHSEED", "")],
     }
 
 
-def _processor() -> list[str]:
-    """By what vLLM chooses a backend of attention, and on a CPU how K lies in a block (for AMX in pairs)."""
+def _device(kind: str) -> list[str]:
+    """By what vLLM chooses a backend of attention; on a CPU also how K lies in a block (for AMX in pairs)."""
+    if kind != "cpu":
+        return [kind, str(current_platform.get_device_capability())]
     features = [torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()]
-    return [platform.machine(), str(current_platform.get_device_capability()), *map(str, features)]
+    return [kind, platform.machine(), *map(str, features)]
 
 
 def _length(model: Any) -> list[Any] | None:

@@ -17,13 +17,17 @@ from kvclient.integrations.vllm.identity import model_identity
 TOKENS = 32
 
 
-def identity_of(model, layers=2, block=TOKENS, layout="LBHNC", extra=None, fields=None, **engine):
-    """32 bytes; `fields`: what is set in the model's configuration behind vLLM's own checks."""
+def identity_of(
+    model, layers=2, block=TOKENS, layout="LBHNC", extra=None, fields=None, device=None, **engine
+):  # fmt: skip
+    """32 bytes; `fields`: what is set in the model's configuration behind vLLM's own checks, as `device` is.
+    """
     config = EngineArgs(
         model=model, skip_tokenizer_init=True, enforce_eager=True, **{"dtype": "float32", **engine}
     ).create_engine_config()
     for name, value in (fields or {}).items():
         setattr(config.model_config, name, value)
+    config.device_config.device_type = device or config.device_config.device_type
     spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=32, dtype=torch.float32)
     names = [f"layer.{i}" for i in range(layers)]
     cache = KVCacheConfig(

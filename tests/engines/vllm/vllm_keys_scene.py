@@ -128,6 +128,8 @@ def each_dimension_of_the_identity_misses():
         assert hits(half(identity(max_model_len=1024))) == BLOCKS * TOKENS
     with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: not AMX):
         another_processor = identity()
+        beside_a_gpu = identity(device="cuda")
+    assert beside_a_gpu == identity(device="cuda"), "of a GPU's host the processor is all one"
     long = copied("long", long_positions)
     media, another = MultiModalConfig(mm_processor_cache_gb=1), MultiModalConfig(video_pruning_rate=0.5)
     assert identity(fields={"multimodal_config": media}) == identity(
@@ -136,6 +138,7 @@ def each_dimension_of_the_identity_misses():
     others = {
         "environment": elsewhere,
         "processor": another_processor,
+        "device": beside_a_gpu,
         "attention": identity(attention_config={"use_prefill_query_quantization": True}),
         "layers without it": identity(kv_cache_dtype_skip_layers=["0"]),
         "guessing": identity(speculative_config=guessing("guess", lambda path: None)),
