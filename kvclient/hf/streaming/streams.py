@@ -120,8 +120,10 @@ class Streams:
             self._keep(number)
 
     def _keep(self, number: int) -> None:
-        """Waits for what stays of a layer, once. Raises StreamingFailed; the next call then reads it anew."""
-        with self._keeping:
+        """Waits for what stays of a layer, once; its tensors are ordinary ones, in whatever mode the model is
+        called. Raises StreamingFailed; the next call then reads it anew.
+        """
+        with self._keeping, torch.inference_mode(False):
             left, layer = self._stay.get(number, {}), self._layers[number]
             for name, part in list(left.items()):
                 held = self._came.part(number, name)

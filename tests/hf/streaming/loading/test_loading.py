@@ -105,6 +105,16 @@ def test_whoever_looks_at_all_weights_finds_what_stays(checkpoint):
     streams_of(model).close()
 
 
+def test_what_comes_in_a_call_under_inference_mode_is_as_if_it_had_come_before(checkpoint):
+    """Else whoever watches for writes would not see them: such tensors count none."""
+    model, mover = opened(checkpoint)
+    mover.may.set()
+    logits(model)
+    held = [tensor for layer in model.model.layers[STAYS:] for tensor in layer.state_dict().values()]
+    assert not any(tensor.is_inference() for tensor in held)
+    streams_of(model).close()
+
+
 def test_what_failed_to_come_is_read_anew_by_the_next_call(checkpoint, want):
     model, mover = opened(checkpoint)
     mover.failing = 4  # of two threads, twice each
