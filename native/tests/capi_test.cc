@@ -180,6 +180,30 @@ TEST(buffers_anywhere_from_two_threads_and_layers_one_after_the_other) {
   first.join(), second.join();
 }
 
+// Each of a block's layers by one thread, several at once: all count as written.
+TEST(layers_of_one_block_from_two_threads) {
+  constexpr std::uint32_t kMany = 64;
+  Served served;
+  auto client = served.client();
+  const std::uint32_t layout = client.register_layout({kMany, 2, 1, 32, KVS_FLOAT16, kTokens, 0, 0, nullptr}).value();
+  std::atomic<std::size_t> refused{0};
+  for (int round = 0; round < kRounds; ++round) {
+    const kvstored::Key name[] = {key_of(1)};
+    auto writer = client.create(name, layout).value();
+    std::atomic<std::uint32_t> ready{0};
+    const auto fill = [&](std::uint32_t which) {
+      for (ready += 1; ready.load() < 2;) std::this_thread::yield();
+      for (std::uint32_t layer = which; layer < kMany; layer += 2) refused += !writer.layer(0, layer).has_value();
+    };
+    std::thread other(fill, 1);
+    fill(0);
+    other.join();
+    refused += !writer.seal().has_value();
+    CHECK_EQ(client.remove(name).value(), std::uint64_t{1});
+  }
+  CHECK_EQ(refused.load(), size_t{0});
+}
+
 TEST(every_thread_has_its_own_text) {
   Served served;
   auto client = served.client();

@@ -1,6 +1,7 @@
 // The blocks one create granted: filling, publishing layers in order, sealing, giving up.
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "core/base/checksum.h"
@@ -167,7 +168,7 @@ std::byte* BlockWriter::bytes(size_t i) {
 
 std::byte* BlockWriter::layer(size_t i, uint32_t layer) {
   uint8_t& flags = layers(i)[layer];
-  if (!(flags & kGiven)) items_[i].layers_given += 1;
+  if (!(flags & kGiven)) std::atomic_ref(items_[i].layers_given).fetch_add(1);  // other layers are given out by other threads
   flags = kGiven;
   return memory(i) + layout_.layer_offset(layer, items_[i].wanted.tokens);
 }
