@@ -102,8 +102,8 @@ class Daemon:
         self._stores: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
         self._sessions: Any = None
-        try:
-            with self._segments.undone_if_it_fails():
+        with self._segments.undone_if_it_fails():
+            try:
                 for pool in self._segments.open(fresh):
                     self._open_store(config, pool)
                 huge = {name for name, pool in self._pools.items() if pool.huge_pages}
@@ -117,37 +117,37 @@ class Daemon:
                     config.max_pins,
                     self._tenants,
                 )
-        except StoreError as error:
-            raise StartupError(str(error)) from error
-        services = (
-            module.DESCRIPTOR.services_by_name.values() for module in (admin_pb2, store_pb2, transfer_pb2)
-        )
-        self._counts = CallCounts(method.name for (service,) in services for method in service.methods)
-        self._threads = Threads(config.io_threads)
-        self._events = Events(config.max_subscribers, config.event_queue)
-        self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
-        self._watch = Watch(
-            self._stores, self._tiers, self._events, self._threads, config.in_dir("kvstored.sock")
-        )
-        self._reload = Reload(sourced, self._watch.degraded)
-        self._allow_changes()
-        self._admin = AdminService(
-            self._stores,
-            self._tiers,
-            self._pools,
-            self._sessions,
-            self._reload,
-            self._leases,
-            self._events,
-            self._threads,
-            self._counts,
-            self._watch.degraded,
-            self._peers,
-        )
-        self._grpc = Servers(config, self._stores, self._leases, self._threads, self._counts)
-        self._fabric: Sidecar | None = None
-        self._metrics: MetricsServer | None = None
-        self._gate: peer_proxy.Gate | None = None
+            except StoreError as error:
+                raise StartupError(str(error)) from error
+            services = (
+                module.DESCRIPTOR.services_by_name.values() for module in (admin_pb2, store_pb2, transfer_pb2)
+            )
+            self._counts = CallCounts(method.name for (service,) in services for method in service.methods)
+            self._threads = Threads(config.io_threads)
+            self._events = Events(config.max_subscribers, config.event_queue)
+            self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
+            self._watch = Watch(
+                self._stores, self._tiers, self._events, self._threads, config.in_dir("kvstored.sock")
+            )
+            self._reload = Reload(sourced, self._watch.degraded)
+            self._allow_changes()
+            self._admin = AdminService(
+                self._stores,
+                self._tiers,
+                self._pools,
+                self._sessions,
+                self._reload,
+                self._leases,
+                self._events,
+                self._threads,
+                self._counts,
+                self._watch.degraded,
+                self._peers,
+            )
+            self._grpc = Servers(config, self._stores, self._leases, self._threads, self._counts)
+            self._fabric: Sidecar | None = None
+            self._metrics: MetricsServer | None = None
+            self._gate: peer_proxy.Gate | None = None
 
     async def run(self, early: Sequence[int] = ()) -> None:
         """`early`: SIGHUPs that came before there was anything to reload."""

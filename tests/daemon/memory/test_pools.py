@@ -214,16 +214,17 @@ import os, signal, sys
 from kvstored import server
 from kvstored.cli.main import main
 
-def opened(config, stores, peers):
+def stopped(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 
-server.Shared = opened  # behind the pools
-sys.exit(main(sys.argv[1:]))
+setattr(server, sys.argv[1], stopped)
+sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_a_start_that_is_stopped_leaves_no_pool(tmp_path):
-    command = [sys.executable, "-c", STOPPED, "serve", "--dir", str(tmp_path / "r"), "--memory", "64MiB"]
+@pytest.mark.parametrize("at", ["Shared", "Servers"])  # behind the pools, behind the socket of sessions
+def test_a_start_that_is_stopped_leaves_no_pool(tmp_path, at):
+    command = [sys.executable, "-c", STOPPED, at, "serve", "--dir", str(tmp_path / "r"), "--memory", "64MiB"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "info namespace name=default" in done.stderr, done.stderr
     assert not [row for row in pool_list.pools() if row.home == str(tmp_path / "r")]
