@@ -65,9 +65,10 @@ class Estimate:
 
 
 class Admission:
-    """memory: for weights, slots and the call; None: what is free now where it computes, and what the model
-    holds there. chunk: of the prompt, computed at one time (generate()'s prefill_chunk_size). Raises
-    InvalidArgument for a model whose configuration does not say its shape.
+    """memory: for weights, slots and the call; None: what is free where it computes once what stays of a
+    streamed model is there, and what the model holds there. chunk: of the prompt, computed at one time
+    (generate()'s prefill_chunk_size). Raises InvalidArgument for a model whose configuration does not say its
+    shape, StreamingFailed where it waits for a model.
     """
 
     def __init__(self, model: torch.nn.Module, memory: int | None = None, chunk: int = CHUNK) -> None:
@@ -172,8 +173,13 @@ def _largest(module: torch.nn.Module) -> int:
 
 
 def _free(model: torch.nn.Module) -> int:
+    """Behind what stays of a model that is still being read: that is counted as held."""
     streams = streams_of(model)
-    return streams.runtime.free() if isinstance(streams, DeviceStreams) else free_memory()
+    if isinstance(streams, DeviceStreams):
+        return streams.runtime.free()
+    if streams is not None:
+        streams.settle()
+    return free_memory()
 
 
 def _held(model: torch.nn.Module) -> int:

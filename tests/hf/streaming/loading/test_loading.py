@@ -15,10 +15,12 @@ import kvclient
 import kvclient.hf
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf.streaming import (
+    Admission,
     DiskMover,
     StreamingCausalLM,
     StreamingConfig,
     StreamingFailed,
+    admission,
     streaming_stats,
 )
 from kvclient.hf.streaming.model import streams_of
@@ -102,6 +104,19 @@ def test_whoever_looks_at_all_weights_finds_what_stays(checkpoint):
         for reused in (0, 16):
             model.generate(PROMPT, max_new_tokens=2, do_sample=False, pad_token_id=0)
             assert (kv.last.bypassed, kv.last.reused_tokens) == (None, reused)
+    streams_of(model).close()
+
+
+def test_what_is_free_is_asked_when_what_stays_is_there(checkpoint, monkeypatch):
+    """Else it would be counted twice: as held, and as free until it is."""
+    model, mover = opened(checkpoint)
+    mover.may.set()
+
+    def free():
+        return 0 if any(tensor.is_meta for tensor in model.model.layers[STAYS].parameters()) else 1 << 30
+
+    monkeypatch.setattr(admission, "free_memory", free)
+    assert Admission(model).memory == (1 << 30) + streaming_stats(model)["bytes_held"]
     streams_of(model).close()
 
 
