@@ -23,8 +23,7 @@ def plain_text(value: Any, depth: int = 0) -> str | None:
     if kind in VALUES:
         return repr(value)
     if kind is torch.Tensor:
-        small = value.device.type == "cpu" and value.numel() <= MOST_ITEMS
-        return f"{value.dtype}{list(value.shape)}{value.tolist()}" if small else None
+        return _numbers(value)
     if isinstance(value, torch.dtype | torch.device):
         return str(value)
     if not isinstance(value, tuple) and kind not in CONTAINERS:
@@ -39,6 +38,18 @@ def plain_text(value: Any, depth: int = 0) -> str | None:
         return None
     known = sorted(known) if isinstance(value, set | frozenset) else known
     return f"{kind.__name__}({', '.join(known)})"
+
+
+def _numbers(tensor: torch.Tensor) -> str | None:
+    """Of a small one on the CPU, of any shape. A sparse, quantized or nested one has no plain numbers."""
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return None
+    if tensor.numel() > MOST_ITEMS:
+        return None
+    try:
+        return f"{tensor.dtype}{list(tensor.shape)}{tensor.tolist()}"
+    except RuntimeError:
+        return None
 
 
 def text_of(value: Any) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import kvclient.hf
+from kvclient.hf.model.code import Code
 from tests.conftest import ROOT
 from tests.hf.zoo import build, generate, prompt
 from tests.warm_python import WarmPython
@@ -362,3 +363,18 @@ def test_a_hook_of_accelerates_that_is_not_its_own_is_refused(model, client):
         hooks.remove_hook_from_module(mlp)
         generate(model, prompt(70), 1)
         assert kv.last.bypassed is None
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        lambda: torch.ones(3).to_mkldnn(),
+    ],
+)
+def test_a_tensor_that_has_no_plain_numbers_ends_no_attach(model, monkeypatch, made):
+    before, held = type(model.model.layers[0].mlp).forward, made()
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: held and before(self, x))
+    assert len(Code(model).digest) == 32
