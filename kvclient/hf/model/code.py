@@ -37,10 +37,12 @@ MOST_FUNCTIONS = 20_000  # a model reaches some hundreds; above it something wal
 class Code:
     """Of the modules that the model has now. About 5 ms for a model of 30 layers. functions: all that were
     reached; bindings: where a name was looked up (a namespace, a class, a registry), and the name; reads: the
-    names that it reads.
+    names that it reads. unsteady: ids of closures' cells, and (id of where, name), that hold what the passes
+    themselves note down, which is no code: neither digested nor looked at.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, unsteady: frozenset[Any] = frozenset()) -> None:
+        self.unsteady = unsteady
         self._functions: dict[tuple[int, int], tuple[types.FunctionType, list[Any]]] = {}
         self._bindings: dict[tuple[int, str], tuple[Any, str]] = {}
         self._roots: list[list[Any]] = []
@@ -103,6 +105,8 @@ class Code:
                 held = cell.cell_contents
             except ValueError:
                 continue
+            if id(cell) in self.unsteady:
+                continue
             out.append([name, self._reach(held, None, "") if callable(held) else text_of(held)])
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
             out.append(["wrapped", self._reach(wrapped, None, "", owner)])
@@ -150,7 +154,9 @@ class Code:
         return [] if library else self._of_owner(kind, sorted({*names, *MADE_AND_CALLED}))
 
     def _plain(self, holder: Any, name: str, value: Any) -> list[Any]:
-        if isinstance(value, type) or (text := plain_text(value)) is None:
+        if isinstance(value, type) or (id(holder), name) in self.unsteady:
+            return []
+        if (text := plain_text(value)) is None:
             return []
         self._bindings[id(holder), name] = (holder, name)
         return [[name, text]]

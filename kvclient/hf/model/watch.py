@@ -5,7 +5,8 @@ spread over it. Invariant: changed() is true after any tensor, module, foreign h
 or adapter was replaced, added, removed or written in place, by an optimizer too, or the precision, the
 attention implementation, a field of the configuration, a module's class, plain value or tensor, or the
 code that it runs (kvclient.hf.model.code) was changed; and after a write through `.data` or `.numpy()` that
-reached one of the numbers read, as every write of a whole tensor does. What hides from it: such a write that
+reached one of the numbers read, as every write of a whole tensor does. What the passes themselves write
+(counters, lists of what was seen) is no change. What hides from it: such a write that
 missed them all, attributes that were not there before or are not plain (kvclient.hf.model.values), and what
 hides from Code.
 """
@@ -229,6 +230,7 @@ def _home(hook: Any) -> str:
 
 PLAIN = (bool, int, float, str, type(None))
 ABSENT = object()
+IN_PLACE = (list, dict, set, torch.Tensor)
 OF_TORCH = frozenset(torch.nn.Module().__dict__)
 HARMLESS = ("training", "gradient_checkpointing")  # the one is asked for by itself, the other needs it
 
@@ -240,7 +242,7 @@ class Attributes:
         self._model, self._text = model, model.config.get_text_config(decoder=True)
         self._modules = list(model.modules())
         self._code = Code(model)
-        self._code_first = _code_state(self._code)
+        self._code_first, self._noted = _code_state(self._code), _written(self._code)
         self._entries = [
             (name, module.__dict__, key)
             for name, module in model.named_modules()
@@ -254,8 +256,12 @@ class Attributes:
         """The model has run since, as it was: what is different by now is left out."""
         same = [now == first for now, first in zip(self._values(), self._first, strict=True)]
         self._entries = [entry for entry, stays in zip(self._entries, same, strict=True) if stays]
-        if _code_state(self._code) != self._code_first:  # wrapped at its first run, as transformers does
-            self._code = Code(self._model)  # for some outputs
+        if _code_state(self._code) == self._code_first:
+            return  # else wrapped at its first run, as transformers does for some outputs, or noted down
+        now = _written(self._code)
+        noted = {place for place, first in self._noted.items() if _noted_down(first, now.get(place))}
+        self._code = Code(self._model, self._code.unsteady | noted)
+        self._code_first, self._noted = _code_state(self._code), _written(self._code)
 
     def look(self) -> list[Any]:
         """Equal to an earlier one if nothing has changed since."""
@@ -314,17 +320,41 @@ def _code_state(code: Code) -> list[Any]:
         mark(getattr(at, name, None) if isinstance(at, type) else at.get(name)) for at, name in code.bindings
     ]
     for function in code.functions:
-        held = [_held(cell) for cell in function.__closure__ or ()]
+        cells = function.__closure__ or ()
+        held = [None if id(cell) in code.unsteady else _held(cell) for cell in cells]
         defaults, keywords = function.__defaults__, function.__kwdefaults__
         state.append((id(function.__code__), id(defaults), id(keywords), held))
     return state
 
 
 def _held(cell: CellType) -> Any:
+    return mark(_content(cell))
+
+
+def _content(cell: CellType) -> Any:
     try:
-        return mark(cell.cell_contents)
+        return cell.cell_contents
     except ValueError:
         return None
+
+
+def _written(code: Code) -> dict[Any, tuple[int, Any]]:
+    """Of what the code reads all that can be written in place, by where: which it is, and what it says."""
+    found = {
+        (id(at), name): getattr(at, name, None) if isinstance(at, type) else at.get(name)
+        for at, name in code.bindings
+    }
+    found |= {id(cell): _content(cell) for f in code.functions for cell in f.__closure__ or ()}
+    return {
+        place: (id(value), mark(value))
+        for place, value in found.items()
+        if isinstance(value, IN_PLACE) and place not in code.unsteady
+    }
+
+
+def _noted_down(first: tuple[int, Any], now: tuple[int, Any] | None) -> bool:
+    """Whether the same list, or its like, says something else."""
+    return now is not None and now[0] == first[0] and now[1] != first[1]
 
 
 def _config_state(config: Any) -> str:

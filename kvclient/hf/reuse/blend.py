@@ -243,13 +243,14 @@ class Blend:
         """Another pass follows, that computes all: what the first pass left, rounded; or as if nothing were
         reused inside."""
         self._choose(torch.ones(self.length, dtype=torch.bool), self._front if rounded else 0)
+        self.last = self.whole
 
     def end(self) -> None:
         """The pass that ended was the last: its columns are the prompt's."""
         self.last = True
         waiting, self.waiting = self.waiting, []
         for layer in waiting:
-            if not self.whole:
+            if layer.waits:
                 layer.commit(self)
 
     # ---------------------------------------------------------------- the model's side

@@ -55,7 +55,7 @@ class BlendLayer(StoreLayer):
             raise Seen
         if blend is not None and (blend.asked is not None or blend.stored):
             return self._ask(blend, blend.asked, key_states, value_states)
-        if blend is None or blend.whole:
+        if blend is None or (blend.whole and blend.last):
             self._blend = None
             return super().update(key_states, value_states, *args, **kwargs)
         handed = self._put(blend, key_states, value_states)
@@ -90,6 +90,11 @@ class BlendLayer(StoreLayer):
         if self not in blend.waiting:
             blend.waiting.append(self)
         return handed
+
+    @property
+    def waits(self) -> bool:
+        """Whether no pass has filled it for good."""
+        return self._blend is not None
 
     def commit(self, blend: Blend) -> None:
         """What this layer holds is the prompt's."""

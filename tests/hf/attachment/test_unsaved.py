@@ -161,3 +161,27 @@ def test_what_a_pass_itself_changes_is_no_change(model, client, monkeypatch):
                 generate(model, prompt(70), 3, **options)
         assert kv.stats["reused_tokens"] > 0
     assert reused(model, client) == 64
+
+
+NOTED: list[int] = []
+
+
+def test_what_the_code_notes_down_is_no_change(model, client, monkeypatch):
+    """In a list of its closure, and of its file: a function put around a layer's forward to look on."""
+    kind, noted = type(model.model.layers[0]), []
+    original = kind.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        noted.append(hidden_states.shape[1])
+        NOTED.append(hidden_states.shape[1])
+        return original(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with kvclient.hf.attach(model, client, **OPTIONS) as kv:
+        generate(model, prompt(70), 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(kv._model_state, "examine", None)
+            generate(model, prompt(70), 3)
+        assert kv.last.reused_tokens == 64 and noted and NOTED
+    noted.clear()
+    assert reused(model, client) == 64

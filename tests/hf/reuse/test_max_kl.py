@@ -137,6 +137,25 @@ def test_what_rounding_may_leave_is_not_tried_for_less(attach, model, monkeypatc
     assert torch.equal(logits, plain)
 
 
+@pytest.mark.parametrize(("estimate", "computed"), [(1.0, 100), (0.0, 5)])
+def test_an_attention_that_tells_nothing_keeps_the_promise_too(
+    attach, model, monkeypatch, estimate, computed
+):
+    """Every row enters the first layers of the second pass, which may be the last or not."""
+    kv = attach(Repair(caution=1.0, **BARE), in_place=False)
+    told(monkeypatch, estimate)
+    with kv.bypass(read=False):
+        tokens, logits, cache = generate(model, asked(), 4)
+    assert (kv.last.approximate_tokens, kv.last.recomputed_tokens) == (100, computed)
+    assert cache.get_seq_length() == asked().shape[1] + 3
+    with kv.bypass():
+        plain, plain_logits, whole = generate(model, asked(), 4)
+    if computed == 100:
+        assert torch.equal(tokens, plain) and torch.equal(logits, plain_logits)
+    for ours, theirs in zip(cache.layers, whole.layers, strict=True):
+        assert ours.keys.shape == theirs.keys.shape
+
+
 def test_what_the_last_pass_computed_is_published_once(attach, model, client, monkeypatch):
     """The text behind the document fills blocks of its own: found by content, and right."""
     kv = attach(Repair(caution=1.0, attended_ratio=0.2))
