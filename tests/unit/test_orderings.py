@@ -39,7 +39,7 @@ ORDERINGS = [
     ("store_pins.cc", "void Store::unpark(", ("releases()", "mark_held(", "policy_.insert(")),
     # Who waits says so before its last look; who changes looks at who waits behind the change.
     ("session_file.h", "explicit Waiting(", ("fetch_add(1", "fence_full();")),
-    ("store_bytes.cc", "explicit Waiting(", ("fetch_add(1", "fence_full()")),
+    ("store_bytes.cc", "explicit WaitingHere(", ("fetch_add(1", "fence_full()")),
     ("store.cc", "bool Store::anybody_waits(", ("fence_full();", "waiting_here_", "waiting.load(")),
     ("store.cc", "std::vector<Done> Store::seal(", ("seal_one(", "anybody_waits()", "futex_wake_all(")),
     # Sequences: odd, release fence, data, even with release; acquire, data, acquire fence, compare.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import types
 from typing import Any
 
-import numpy as np
 import torch
 
 VALUES = (bool, int, float, complex, str, bytes, type(None))
@@ -67,11 +66,3 @@ def _named(value: Any) -> str:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def mark(value: Any) -> Any:
-    """What is equal to an earlier one only if the value says the same, as far as that can be told: of plain
-    ones what they say, else which it is."""
-    if isinstance(value, (torch.Tensor, np.ndarray, *CONTAINERS)):
-        return plain_text(value) or id(value)
-    return value

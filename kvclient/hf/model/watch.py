@@ -18,6 +18,7 @@ import weakref
 from types import CellType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules import module as every
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -25,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from kvclient.blocks.identity import CONFIG_DENY_LIST
 from kvclient.hf.model.code import NAMED, Code
 from kvclient.hf.model.modes import Modes
-from kvclient.hf.model.values import CONTAINERS, mark, plain_text
+from kvclient.hf.model.values import CONTAINERS, plain_text
 from kvclient.hf.streaming.model import streams_of
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
@@ -325,6 +326,14 @@ def _code_state(code: Code) -> list[Any]:
         defaults, keywords = function.__defaults__, function.__kwdefaults__
         state.append((id(function.__code__), id(defaults), id(keywords), held))
     return state
+
+
+def mark(value: Any) -> Any:
+    """What is equal to an earlier one only if the value says the same, as far as that can be told: of plain
+    ones what they say, else which it is."""
+    if isinstance(value, (torch.Tensor, np.ndarray, *CONTAINERS)):
+        return plain_text(value) or id(value)
+    return value
 
 
 def _held(cell: CellType) -> Any:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvclient.serve.errors import unprocessable
+from kvclient.serve.errors import ApiError, unprocessable
 
 SHORT_IDS = "length != 9"  # in templates of mistral's, which refuse ids of calls that are longer
 Told = dict[str, Any]
@@ -33,6 +33,11 @@ def rendered(tokenizer: Any, messages: Sequence[Told], tools: list[Told] | None,
         try:
             told = with_tools(tried, tools) if tools and "tools" not in template else tried
             text = str(tokenizer.apply_chat_template(told, tools=tools, tokenize=False, **keywords))
+        except RecursionError as error:
+            if tried is plain:
+                where = "tools" if tools else "messages"
+                raise ApiError(400, f"{where}: nested too deep for the chat template", param=where) from error
+            continue
         except Exception as error:  # a template is a program of the model's author
             if tried is plain:
                 text = f"the chat template refuses these messages: {error}"

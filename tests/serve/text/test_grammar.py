@@ -59,9 +59,12 @@ def test_a_tools_schema_may_name_its_own_parts(home, others):
 
 
 @pytest.mark.parametrize(
-    ("where", "levels"), [("tools", 450), ("response_format", 450), ("response_format", 900)]
-)
-def test_a_schema_nested_too_deep_is_refused_by_name(home, where, levels):
+    ("where", "levels", "below"),
+    [("tools", 450, 0), ("tools", 450, 150), ("tools", 450, 300), ("response_format", 450, 0),
+     ("response_format", 900, 0)],
+)  # fmt: skip
+def test_a_schema_nested_too_deep_is_refused_by_name(home, where, levels, below):
+    """below: calls that the stack has already."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     loop = SimpleNamespace(identity=b"", limits=Limits(), submit=full, cancel=lambda job: None)
     app = create_app(Asking(tokenizer, "tiny", loop, 100_000, 300), "1")
@@ -76,7 +79,10 @@ def test_a_schema_nested_too_deep_is_refused_by_name(home, where, levels):
             told = {"content": body, "headers": {"content-type": "application/json"}}
             return await client.post("/v1/chat/completions", **told)
 
-    answer = asyncio.run(scenario())
+    def run(calls):
+        return run(calls - 1) if calls else asyncio.run(scenario())
+
+    answer = run(below)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, where), answer.text
 
 

@@ -22,7 +22,7 @@ LEADS_ON = {
     "Server::answer": "sender.answer",
     "BlockSender::answer": "advance",
     "BlockSender::advance": "send_ready",
-    "BlockSender::send_ready": "wait_layers",
+    "BlockSender::send_ready": "layers_now",
     "BlockWriter::mark_layer": "progress",
     "BlockReceiver::take_layer": "mark",
 }
