@@ -195,11 +195,16 @@ def test_auto_spreads_what_stays():
     assert (found.bytes, found.moved) == (10 << 20, 18 << 20)
 
 
+def reading() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvclient-streaming")}
+
+
 def test_what_fails_behind_the_weights_ends_the_reading_too(checkpoint, tmp_path):
     for file in checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     (tmp_path / "generation_config.json").write_text("{")
+    before = reading()
     with pytest.raises((OSError, ValueError)):
         StreamingCausalLM.from_pretrained(tmp_path, PARTLY)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvclient-streaming")]
+    assert not reading() - before
