@@ -50,6 +50,11 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
                 f'kv_load_failure_policy={transfer.kv_load_failure_policy!r}; it must be "recompute": '
                 "a block may be evicted between look-up and load"
             )
+        if (ranks := vllm_config.parallel_config.decode_context_parallel_size) > 1:
+            raise InvalidArgument(
+                f"decode_context_parallel_size={ranks}: each block's tokens are spread over {ranks} ranks, "
+                "which the connector takes for whole blocks; only 1 is supported"
+            )
         group = _only_group(kv_cache_config)
         if options["enable_kv_events"]:
             checked_endpoints(vllm_config.kv_events_config)

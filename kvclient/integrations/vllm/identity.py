@@ -79,11 +79,17 @@ def engine_fields(config: Any) -> dict[str, Any]:
         "cache_dtype": str(config.cache_config.cache_dtype),
         "skipped_layers": sorted(config.cache_config.kv_cache_dtype_skip_layers),
         "attention": plain("attention_config", config.attention_config),
+        "contexts": _contexts(config.parallel_config),
         "adapters": None if config.lora_config is None else str(config.lora_config.lora_dtype),
         "environment": envs.compile_factors(),  # less what vLLM itself says to be without effect
         "device": _device(str(config.device_config.device_type)),
         "hash": [_hash_algorithm(config), os.environ.get("PYTHONHASHSEED", "")],
     }
+
+
+def _contexts(parallel: Any) -> int | None:
+    """In pieces of how many tokens a block is spread over ranks, where it is."""
+    return parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else None
 
 
 def _device(kind: str) -> list[str]:

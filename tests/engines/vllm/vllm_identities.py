@@ -17,26 +17,30 @@ from kvclient.integrations.vllm.identity import model_identity
 TOKENS = 32
 
 
-def identity_of(
-    model, layers=2, block=TOKENS, layout="LBHNC", extra=None, fields=None, device=None, **engine
-):  # fmt: skip
-    """32 bytes; `fields`: what is set in the model's configuration behind vLLM's own checks, as `device` is.
-    """
+def config_of(model, fields=None, split=None, device=None, **engine):
+    """`fields`: what is set in the model's configuration behind vLLM's own checks, as `split` in that of its
+    ranks and `device` are."""
     config = EngineArgs(
         model=model, skip_tokenizer_init=True, enforce_eager=True, **{"dtype": "float32", **engine}
     ).create_engine_config()
-    for name, value in (fields or {}).items():
-        setattr(config.model_config, name, value)
+    for part, changes in ((config.model_config, fields), (config.parallel_config, split)):
+        for name, value in (changes or {}).items():
+            setattr(part, name, value)
     config.device_config.device_type = device or config.device_config.device_type
+    return config
+
+
+def cache_of(layers=2, block=TOKENS, layout="LBHNC"):
     spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    names = [f"layer.{i}" for i in range(layers)]
-    cache = KVCacheConfig(
-        num_blocks=8,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        kv_cache_layout=layout,
-    )
-    return model_identity(config, cache, extra or {})
+    group = KVCacheGroupSpec([f"layer.{i}" for i in range(layers)], spec)
+    return KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group], kv_cache_layout=layout
+    )  # fmt: skip
+
+
+def identity_of(model, layers=2, block=TOKENS, layout="LBHNC", extra=None, **config):
+    """32 bytes."""
+    return model_identity(config_of(model, **config), cache_of(layers, block, layout), extra or {})
 
 
 def copy_of_model(model: str, target: Path, change):

@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -20,8 +19,9 @@ import msgspec
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm import SamplingParams
-from vllm.config import KVEventsConfig, MultiModalConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, MultiModalConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -34,13 +34,15 @@ from vllm.v1.request import Request
 import kvclient
 from kvclient.integrations.checkpoint import checkpoint_digest
 from kvclient.integrations.health import Health
+from kvclient.integrations.vllm.connector import KvstoredConnector
 from kvclient.integrations.vllm.events import checked_endpoints
 from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
-from kvclient.integrations.vllm.identity import KEY_BYTES, weights_digest
-from kvclient.integrations.vllm.scheduling import Scheduling, Step, Transfer
-from kvclient.integrations.vllm.transfer import Worker
+from kvclient.integrations.vllm.identity import weights_digest
+from kvclient.integrations.vllm.scheduling import Scheduling
 from tests.engines.vllm.vllm_identities import (
     TOKENS,
+    cache_of,
+    config_of,
     copy_of_model,
     identity_of,
     long_positions,
@@ -159,6 +161,10 @@ def each_dimension_of_the_identity_misses():
         "layout": identity(layout="LBNHC"),
         "tensor": identity(tensor_parallel_size=2),
         "pipeline": identity(pipeline_parallel_size=2),
+        "contexts": identity(split={"decode_context_parallel_size": 2}),
+        "contexts in pieces": identity(
+            split={"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": TOKENS}
+        ),
         "version": identity(extra={"model_version": "2"}),
         "digest": identity(extra={"weights_digest": "given"}),
         "hash": identity(prefix_caching_hash_algo="sha256_cbor"),
@@ -306,6 +312,18 @@ def refused(call, word):
         raise AssertionError(f"not refused: {word}")
 
 
+def blocks_that_lie_on_several_ranks_are_refused():
+    transfer = KVTransferConfig(
+        kv_connector="KvstoredConnector", kv_connector_module_path="kvclient.integrations.vllm",
+        kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config={"dir": DIRECTORY},
+    )  # fmt: skip
+    config = config_of(MODEL, split={"decode_context_parallel_size": 2}, kv_transfer_config=transfer)
+    cache = cache_of()
+    cache.hash_block_size = 2 * TOKENS  # as vLLM has it then
+    for role in KVConnectorRole:
+        refused(lambda role=role: KvstoredConnector(config, role, cache), "spread over 2 ranks")
+
+
 def a_store_that_refuses_is_an_empty_one():
     """As one that was started anew without this namespace, or for other users."""
     scheduling, asked = half(identity(extra={"model_version": "refused"}), events=True), request()
@@ -356,43 +374,13 @@ def ask(done):
         client.create([os.urandom(32)], LAYOUT).abort()
 
 
-def a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved(early=False):
-    """early: vLLM asks before the step's end, as it does with a draft model."""
-    tensors = {f"layer.{i}": torch.randn(8, 1, TOKENS, 4) for i in range(3)}
-    worker = Worker(client, 0, 1, list(tensors), TOKENS, 1.0)
-    worker.register(tensors)
-    keys, behind = os.urandom(3 * KEY_BYTES), os.urandom(KEY_BYTES)
-    truth = [tensor[:3].clone() for tensor in tensors.values()]
-    worker.begin(Step(saves=[Transfer(keys, [0, 1, 2])]))
-    worker.finish()
-    assert client.lookup(keys).states == b"\2\2\2" and not worker.take_failed()
-    need("flip " + tensors["layer.2"][1].numpy().tobytes()[:64].hex())  # the last layer of the second block
-    for tensor in tensors.values():
-        tensor[:6].zero_()
-    worker.begin(Step(loads=[Transfer(keys, [3, 4, 5])], saves=[Transfer(behind, [6])]))
-    for name in tensors:
-        worker.load_layer(name)
-        worker.save_layer(name)
-    failed = worker.take_failed() if early else set()
-    worker.finish()
-    assert failed | worker.take_failed() == {4}
-    for tensor, was in zip(tensors.values(), truth, strict=True):
-        assert torch.equal(tensor[3], was[0]) and torch.equal(tensor[5], was[2])
-    assert client.lookup(keys).states == b"\2\0\2", "what is wrong has left the index"
-    assert client.lookup(behind).states == b"\0", "it was computed from what was wrong"
-    worker.begin(Step(saves=[Transfer(keys[KEY_BYTES : 2 * KEY_BYTES] + behind, [4, 6])]))
-    worker.finish()
-    assert client.lookup(keys + behind).states == b"\2\2\2\2"
-
-
 for scene in (
-    a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved,
-    partial(a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved, early=True),
     each_dimension_of_the_identity_misses,
     the_weights_are_those_of_the_download_dir,
     what_was_forgotten_is_neither_found_nor_saved_for_others,
     an_adapters_content_is_part_of_the_key,
     events_tell_hashes_of_what_is_there,
+    blocks_that_lie_on_several_ranks_are_refused,
     a_store_that_refuses_is_an_empty_one,
     the_gauge_says_whether_the_store_is_there,
 ):

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from functools import reduce
+from functools import partial, reduce
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -28,7 +28,7 @@ from kvclient.integrations.unsure import MAX_IN_FLIGHT
 from kvclient.integrations.vllm import scheduling, transfer
 from kvclient.integrations.vllm.connector import KvstoredConnector
 from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
-from kvclient.integrations.vllm.scheduling import Scheduling
+from kvclient.integrations.vllm.scheduling import Scheduling, Step, Transfer
 from kvclient.integrations.vllm.transfer import Worker
 
 TOKENS, BLOCKS = 32, 6
@@ -296,14 +296,54 @@ def what_was_brought_is_not_kept_for_ever():
     asked = [request(PROMPT[: 2 * TOKENS + 8]) for _ in range(2)]
     pins = client.stats()["pins"]
     bring, go_on = half._bring, threading.Event()
-    half._bring = lambda names: bring(names) if go_on.wait(60) else None
+    half._bring = lambda names: bring(names) if go_on.wait(60) else []
     assert [half.matched(waiting, 0) for waiting in asked] == [None, None]
     go_on.set()
     until(lambda: half._brought.count == 4)
     assert client.stats()["pins"] > pins
     until(lambda: client.stats()["pins"] == pins)
     assert all(half.matched(waiting, 0) is not None for waiting in asked), "and is not asked for again"
+    half._brought._lease_s = 60.0
+    third = request(PROMPT[: 2 * TOKENS + 8])
+    half.matched(third, 0)
+    until(lambda: half._brought.count == 2)
+    for ended in asked:
+        half.finished(ended)
+    assert half._brought.count == 2, "requests whose own time is over do not end another's"
+    half.finished(third)
+    assert half._brought.count == 0 and client.stats()["pins"] == pins
     half.close()
+
+
+def a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved(early=False):
+    """early: vLLM asks before the step's end, as it does with a draft model."""
+    tensors = {f"layer.{i}": torch.randn(8, 1, TOKENS, 4) for i in range(3)}
+    worker = Worker(client, 0, 1, list(tensors), TOKENS, 1.0)
+    worker.register(tensors)
+    keys, behind = os.urandom(3 * KEY_BYTES), os.urandom(KEY_BYTES)
+    truth = [tensor[:3].clone() for tensor in tensors.values()]
+    worker.begin(Step(saves=[Transfer(keys, [0, 1, 2])]))
+    worker.finish()
+    assert client.lookup(keys).states == b"\2\2\2" and not worker.take_failed()
+    last_of_second = tensors["layer.2"][1].numpy().tobytes()
+    print("NEED flip " + last_of_second[:64].hex(), flush=True)
+    sys.stdin.readline()
+    for tensor in tensors.values():
+        tensor[:6].zero_()
+    worker.begin(Step(loads=[Transfer(keys, [3, 4, 5])], saves=[Transfer(behind, [6])]))
+    for name in tensors:
+        worker.load_layer(name)
+        worker.save_layer(name)
+    failed = worker.take_failed() if early else set()
+    worker.finish()
+    assert failed | worker.take_failed() == {4}
+    for tensor, was in zip(tensors.values(), truth, strict=True):
+        assert torch.equal(tensor[3], was[0]) and torch.equal(tensor[5], was[2])
+    assert client.lookup(keys).states == b"\2\0\2", "what is wrong has left the index"
+    assert client.lookup(behind).states == b"\0", "it was computed from what was wrong"
+    worker.begin(Step(saves=[Transfer(keys[KEY_BYTES : 2 * KEY_BYTES] + behind, [4, 6])]))
+    worker.finish()
+    assert client.lookup(keys + behind).states == b"\2\2\2\2"
 
 
 def until(condition):
@@ -328,6 +368,8 @@ def hashes_that_vllm_takes_back_name_nothing():
 
 
 for scene in (
+    a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved,
+    partial(a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved, early=True),
     hashes_that_vllm_takes_back_name_nothing,
     what_the_daemon_asks_back_during_a_load_is_computed,
     what_was_brought_is_not_kept_for_ever,

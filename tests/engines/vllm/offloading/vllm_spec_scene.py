@@ -143,6 +143,7 @@ def engine(revision, load_format="auto", hashes="sha256", cache=None):
             cache_dtype="auto", prefix_caching_hash_algo=hashes, kv_cache_dtype_skip_layers=[]
         ),
         attention_config=None, speculative_config=None, device_config=SimpleNamespace(device_type="cpu"),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
     )  # fmt: skip
 
 
