@@ -1,8 +1,8 @@
 """Pins that stand between "it is there" and the load that follows: an engine asks first and loads later.
 
 Owns the pins and their time; never looks at a block. Invariants: what was answered as there stays in memory
-until it was loaded, or `lease_s` have passed; no more than `max_blocks` are held, the oldest go first; none
-is held after close().
+until it was loaded, or `lease_s` have passed, whatever other readers of the same blocks do; no more than
+`max_blocks` are held, the oldest go first; none is held after close().
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Leases:
         self._lease_s, self._max_blocks = lease_s, max_blocks
         self._lock = threading.Lock()
         self._held: deque[Lease] = deque()  # oldest first
+        self._over: deque[Lease] = deque()  # older: without pins, and their readers may still come
         self._timer: threading.Timer | None = None
         self._closed = False
 
@@ -41,8 +42,8 @@ class Leases:
                 blocks.release()
                 return made
             self._held.append(made)
-            while self._count() > self._max_blocks and len(self._held) > 1:
-                self._held.popleft().blocks.release()
+            while _count(self._held) > self._max_blocks and len(self._held) > 1:
+                self._pass(self._held.popleft())
             self._arm()
         return made
 
@@ -56,25 +57,39 @@ class Leases:
             self._held = deque(lease for lease in self._held if lease not in ended)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Those were loaded: for each the oldest lease that has it is done with it."""
+        """Those were loaded, by a reader that is known by its keys alone: for each the oldest lease that has
+        it is done with it. One whose time was over counts for as long again: else its reader, who comes
+        late, would end the next one's."""
         with self._lock:
+            self._forget()
             left = set(keys)
-            for lease in self._held:
+            for lease in (*self._over, *self._held):
                 if mine := lease.keys & left:
                     lease.keys -= mine
                     left -= mine
-                    if not lease.keys:
-                        lease.blocks.release()
+            self._over = deque(lease for lease in self._over if lease.keys)
+            for lease in self._held:
+                if not lease.keys:
+                    lease.blocks.release()
             self._held = deque(lease for lease in self._held if lease.keys)
+
+    def _pass(self, lease: Lease) -> None:
+        """Its time or its room is over."""
+        lease.blocks.release()
+        self._over.append(lease)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Readers that have not come; no more of them are remembered than blocks may be held."""
+        late = time.monotonic() - self._lease_s
+        while self._over and (self._over[0].until < late or _count(self._over) > self._max_blocks):
+            self._over.popleft()
 
     @property
     def count(self) -> int:
         """Blocks held at the moment."""
         with self._lock:
-            return self._count()
-
-    def _count(self) -> int:
-        return sum(len(lease.keys) for lease in self._held)
+            return _count(self._held)
 
     def close(self) -> None:
         """Gives back what is still held; nothing is taken from here on."""
@@ -83,6 +98,7 @@ class Leases:
             for lease in self._held:
                 lease.blocks.release()
             self._held.clear()
+            self._over.clear()
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -100,5 +116,9 @@ class Leases:
             self._timer = None
             now = time.monotonic()
             while self._held and self._held[0].until <= now:
-                self._held.popleft().blocks.release()
+                self._pass(self._held.popleft())
             self._arm()
+
+
+def _count(leases: Iterable[Lease]) -> int:
+    return sum(len(lease.keys) for lease in leases)

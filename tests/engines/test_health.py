@@ -1,5 +1,6 @@
 """Goal: one log line when an engine's store goes and one when it is back, however many threads ask and
-however often a call fails meanwhile; a lease of nothing holds nothing, and leases can be counted at any time.
+however often a call fails meanwhile; a lease of nothing holds nothing, leases can be counted at any time, and
+a reader who comes behind its lease's end does not end another's.
 
 Method: the two classes alone, with a client that is told what to be.
 """
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from kvclient.integrations import health as module
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
+from tests.conftest import wait_for
 
 
 def made(lines, degraded=False):
@@ -76,4 +78,38 @@ def test_a_lease_of_nothing_is_given_back_at_once():
     leases = Leases(60.0, 4)
     leases.hold([], SimpleNamespace(release=lambda: released.append(1)))
     assert released == [1] and leases.count == 0
+    leases.close()
+
+
+def test_a_reader_who_comes_too_late_ends_no_other_readers_lease():
+    """Engines that say no more than keys: SGLang at a load, LMCache at an unlock."""
+    released = []
+
+    def hold(name, *keys):
+        return leases.hold(keys, SimpleNamespace(release=lambda: released.append(name)))
+
+    leases = Leases(60.0, 2)
+    hold("no room", b"a", b"b")
+    hold("second", b"a", b"b")
+    assert released == ["no room"]
+    leases.used([b"a"])
+    leases.used([b"b"])
+    assert released == ["no room"], "it was the first reader that came"
+    leases.used([b"b", b"a"])
+    assert released == ["no room", "second"]
+
+    released.clear()
+    leases = Leases(0.1, 2)
+    hold("no time", b"a")
+    wait_for(lambda: released == ["no time"])
+    leases._lease_s = 60.0
+    hold("third", b"a")
+    leases.used([b"a"])
+    assert released == ["no time"] and leases.count == 1
+
+    hold("fourth", b"a", b"b")  # no room for the third
+    for gone in leases._over:
+        gone.until -= 120.0
+    leases.used([b"a", b"b"])
+    assert released == ["no time", "third", "fourth"], "nobody waits for ever for a reader"
     leases.close()

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
-from kvclient.integrations.leases import Leases
+from kvclient.integrations.leases import Lease, Leases
 from kvclient.integrations.unsure import Doubts
 from kvclient.integrations.vllm.adapters import Adapters
 from kvclient.integrations.vllm.events import Events
@@ -76,8 +76,7 @@ class _Running:
     block_ids: list[int] = field(default_factory=list)
     saved: int = 0  # leading blocks that need no saving
     waited_until: float | None = None
-    fetch: Future[None] | None = None  # brings blocks from disk and from other hosts
-    wanted: list[bytes] = field(default_factory=list)  # of it, for every rank
+    fetch: Future[list[Lease]] | None = None  # brings blocks from disk and from other hosts
     fetched: bool = False  # and gave them back: once a request
 
     def transfer(self, start: int, stop: int) -> Transfer:
@@ -128,8 +127,8 @@ class Scheduling:
         there, pending = self._present(keys)
         if there < len(keys) // KEY_BYTES and not pending and self._pool is not None:
             if running.fetch is None and not running.fetched:
-                running.wanted = self._of_all_ranks(keys[there * KEY_BYTES :])
-                running.fetch = self._pool.submit(self._bring, running.wanted)
+                wanted = self._of_all_ranks(keys[there * KEY_BYTES :])
+                running.fetch = self._pool.submit(self._bring, wanted)
             if running.fetch is not None:
                 if not running.fetch.done():
                     return None
@@ -165,18 +164,18 @@ class Scheduling:
         parts = b"".join(of_rank(keys, rank, self._ranks) for rank in range(self._ranks))
         return [parts[at : at + KEY_BYTES] for at in range(0, len(parts), KEY_BYTES)]
 
-    def _bring(self, names: list[bytes]) -> None:
+    def _bring(self, names: list[bytes]) -> list[Lease]:
         """On a thread of its own: has what lies elsewhere brought into this host's memory, and pins it."""
         try:
-            self._brought.hold(names, self._client.get(names, wait_s=self._fetch_wait_s))
+            return [self._brought.hold(names, self._client.get(names, wait_s=self._fetch_wait_s))]
         except KVClientError as error:
             log.warning("kvstored: blocks of other hosts could not be asked for: %s", error)
+            return []
 
     def _let_go(self, running: _Running) -> None:
         if running.fetch is not None:
-            names = running.wanted
-            running.fetch.add_done_callback(lambda _: self._brought.used(names))
-            running.fetch, running.wanted, running.fetched = None, [], True
+            running.fetch.add_done_callback(lambda done: self._brought.end(done.result()))
+            running.fetch, running.fetched = None, True
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """vLLM has made room; may be told twice."""
