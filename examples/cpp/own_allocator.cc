@@ -42,7 +42,17 @@ class Allocator {
   std::vector<std::uint64_t> free_;
 };
 
-kvstored::Key key_of(std::uint64_t number) { return {.words = {number, 1, 2, 3}}; }
+// Keys are digests: a number is spread over all of its bytes (splitmix64; a program that shares its keys takes SHA-256).
+kvstored::Key key_of(std::uint64_t number) {
+  kvstored::Key key;
+  for (std::uint64_t& word : key.words) {
+    word = number += 0x9e3779b97f4a7c15;
+    word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9;
+    word = (word ^ word >> 27) * 0x94d049bb133111eb;
+    word ^= word >> 31;
+  }
+  return key;
+}
 
 std::byte content(std::size_t block, std::uint32_t layer, std::uint32_t kv) {
   return static_cast<std::byte>(1 + block * 8 + layer * 2 + kv);

@@ -118,6 +118,8 @@ class KVClient:
     ) -> Writer:
         """Claims the keys; the Writer's context seals what was granted, or aborts it on an exception.
 
+        Keys are digests, 32 bytes each: of those that share bytes 4 to 7 no more than 448 find a place.
+
         priority is 0 to 100: of two blocks used alike the lower goes first, and ten more are worth as much
         as a use that is a half life newer (an hour, or a quarter of the pool put anew).
         ttl_s is how many seconds from now the blocks may live (rounded up to whole ones), None for ever.

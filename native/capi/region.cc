@@ -111,8 +111,7 @@ std::string refusal_of_begun(const Open& begun, uint32_t layout_id, uint32_t tok
   return "";
 }
 
-// Copies the layers in; true when all are there.
-bool copy_in(const kvs_region& region, Open& begun, uint32_t first, const std::vector<Pieces>& layers) {
+void copy_layers(const kvs_region& region, Open& begun, uint32_t first, const std::vector<Pieces>& layers) {
   BlockWriter& writer = *begun.writer;
   const auto copying = writer.copying();
   if (writer.closed() || !writer.item(begun.index).open) throw Error(Code::BlockLost, "the block was lost with its daemon");
@@ -130,6 +129,12 @@ bool copy_in(const kvs_region& region, Open& begun, uint32_t first, const std::v
     }
     begun.seen.insert(layer);
   }
+}
+
+// Copies the layers in; true when all are there.
+bool copy_in(const kvs_region& region, Open& begun, uint32_t first, const std::vector<Pieces>& layers) {
+  BlockWriter& writer = *begun.writer;
+  copy_layers(region, begun, first, layers);
   while (begun.seen.contains(writer.item(begun.index).layers_marked))
     writer.mark_layer(begun.index, writer.item(begun.index).layers_marked);
   return begun.seen.size() == writer.layout().num_layers();

@@ -46,6 +46,8 @@ typedef enum kvs_grant { KVS_GRANTED = 0, KVS_EXISTS = 1, KVS_BEING_WRITTEN = 2,
 
 typedef enum kvs_dtype { KVS_UINT8 = 0, KVS_FLOAT16 = 1, KVS_BFLOAT16 = 2, KVS_FLOAT32 = 3, KVS_INT8 = 4 } kvs_dtype;
 
+/* A digest, as SHA-256's: bytes that are spread evenly. The index has room for 448 keys, no more, that share bytes 4 to 7, and
+ * says KVS_GRANT_NO_SPACE of the next; numbers and names are to be hashed. */
 typedef union kvs_key {
   uint8_t bytes[KVS_KEY_BYTES];
   uint64_t words[4]; /* keys lie on multiples of 8 */
