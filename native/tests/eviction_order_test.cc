@@ -2,8 +2,8 @@
 // Method: victims are counted one by one, each against the list of all that should have gone before it.
 //
 // Rules proven by removal (tests of four that fail): a first use counted when the block is sealed: 4; each key of a touch, or
-// each entry of a ring, as a use of its own: 1; a place in the prompt that counts for as much as five seconds: 4; a clock put
-// back that is believed: 1.
+// each entry of a ring, as a use of its own: 1; a use of an open block passed over: 1; a place in the prompt that counts for as
+// much as five seconds: 4; a clock put back that is believed: 1.
 #include <numeric>
 
 #include "tests/check.h"
@@ -87,6 +87,19 @@ TEST(a_prompt_touched_or_got_as_a_whole_still_loses_its_last_block_first) {
     pool.rig.store->tick();
   }
   CHECK_EQ(pool.gone_in_turn({1, 3, 0, 2}), 32u);
+}
+
+TEST(who_followed_a_block_has_used_it_though_it_was_open_when_that_was_counted) {
+  Prompts pool(8);
+  const std::vector<Handle> followed = pool.claim(0);
+  pool.put(1);
+  Page page(*pool.rig.store);
+  std::vector<uint32_t> got;
+  for (const Handle handle : followed) got.push_back(handle.record);
+  page.board->touched(got);
+  pool.rig.store->tick();
+  for (const Handle handle : followed) CHECK(pool.rig.seal(handle) == Done::Ok);
+  CHECK_EQ(pool.gone_in_turn({1, 0}), 16u);
 }
 
 // Conversations that come and go in a pool full of others' blocks, each of which was used five times and is not asked for again.

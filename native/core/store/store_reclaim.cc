@@ -92,7 +92,10 @@ size_t Store::drain_ring(Session& session, size_t most, double now) {
   session.drained = begin + std::min<uint64_t>(head - begin, most);
   for (uint64_t i = begin; i != session.drained; ++i) {
     const uint32_t record = page.ring[i % kTouchRing].load(std::memory_order_relaxed);
-    if (record < index_.max_blocks() && control(record).state() == State::Sealed) use(record, now);
+    if (record >= index_.max_blocks()) continue;
+    const State state = control(record).state();
+    if (state == State::Sealed) use(record, now);
+    if (state == State::Created) add_use(record, now);  // by who follows it
   }
   return session.drained - begin;
 }
