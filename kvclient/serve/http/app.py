@@ -100,7 +100,7 @@ class Reading:
 
     async def enforced(self, request: Request, asks: list[Ask]) -> list[Ask]:
         """The same, with what keeps their answers to a schema."""
-        if not any(ask.constrained for ask in asks):
+        if not any(ask.kept for ask in asks):
             return asks
         return list(await self._on_thread(request, self._asking.enforced, asks))
 

@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -61,9 +61,15 @@ class Ask:
     matcher: Matcher | None = None  # what keeps an answer to the schema
     tools: bool = False
     forced_tool: bool = False
+    strict_tools: bool = False  # it may call them or not, but by their schemas
     echo: bool = False
     windowing: Windowing | None = None
     reasoning: bool | None = None  # it may think aloud; True: the prompt opens that already. None: never
+
+    @property
+    def kept(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return self.constrained or self.strict_tools
 
 
 class Asking:
@@ -79,7 +85,7 @@ class Asking:
         self._ends, self._vocabulary = ends, vocabulary
         signature = inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
         self._template_words = {*signature.parameters, "messages", "chat_template"}
-        self.grammars = Grammars(tokenizer, vocabulary)
+        self.grammars = Grammars(tokenizer, vocabulary, ends)
         self.fingerprint = "kv_" + hashlib.sha256(loop.identity).hexdigest()[:12]
         self.card = {
             "id": model_name, "object": "model", "created": int(time.time()), "owned_by": "kvclient-serve",
@@ -135,10 +141,13 @@ class Asking:
         forced = named or request.tool_choice == "required"
         if forced:
             schema, constrained = tool_schema(tools, request.tool_choice), True
+        strict = not constrained and any(tool.function.strict for tool in tools)
+        if strict and request.ignore_eos:
+            raise unsupported("ignore_eos", "behind its end nothing keeps a strict tool's schema")
         window = self._windowing(request, tools, prompt)
         return [
             self._ask(prompt, wanted, sampling, request, schema=schema, constrained=constrained,
-                      tools=bool(tools), forced_tool=forced, windowing=window,
+                      tools=bool(tools), forced_tool=forced, strict_tools=strict, windowing=window,
                       reasoning=None if constrained else self._thinks(prompt))
         ]  # fmt: skip
 
@@ -277,15 +286,18 @@ class Asking:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def enforced(self, asks: Sequence[Ask]) -> list[Ask]:
-        """The same, with what keeps their answers to a schema: Grammars.json, which takes time, and raises
-        what it does.
+        """The same, with what keeps their answers or calls to a schema: of Grammars, which takes time, and
+        raises what it does.
         """
 
-        def with_matcher(ask: Ask) -> Ask:
-            param = "tools" if ask.forced_tool else "response_format"
-            return dataclasses.replace(ask, matcher=self.grammars.json(ask.schema, param))
+        def matcher(ask: Ask) -> Matcher:
+            if ask.constrained:
+                return self.grammars.json(ask.schema, "tools" if ask.forced_tool else "response_format")
+            functions = [tool.function for tool in cast(ChatRequest, ask.request).tools]
+            told = [(f.name, f.parameters if f.strict else None) for f in functions]
+            return self.grammars.calls(told, ask.reasoning)
 
-        return [with_matcher(ask) if ask.constrained else ask for ask in asks]
+        return [dataclasses.replace(ask, matcher=matcher(ask)) if ask.kept else ask for ask in asks]
 
     def jobs(self, ask: Ask, salt: bytes, tell: Any) -> list[Job]:
         """One for each answer. ask: enforced. tell: (index of the answer, event), from the loop's thread."""

@@ -121,8 +121,7 @@ class Counted(Strict):
 
 
 class MessagesRequest(Counted):
-    """metadata, service_tier and a tool's strict change nothing here, and are taken. cache, kv_codec: as in
-    the other APIs."""
+    """metadata and service_tier change nothing here, and are taken. cache, kv_codec: as in the other APIs."""
 
     max_tokens: int = Field(ge=0)  # 0: the prompt is computed, so that its KV is there
     stop_sequences: list[str] = Field([], max_length=MOST_STOPS)
@@ -175,7 +174,8 @@ def _thinking(asked: ThinkingOptions | None, thinks: bool) -> bool | None:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema,
+                "strict": tool.strict}  # fmt: skip
     return {"type": "function", "function": function}
 
 

@@ -17,7 +17,9 @@ TAG, TAG_END = "<tool_call>", "</tool_call>"
 LISTED = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
 ANYWHERE, AT_START = (TAG, LISTED), (LLAMA, "{", "[")
-HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+WHITE = r"[ \t\n\r]*"  # in JSON
+NAME = rf'\{{{WHITE}"name"{WHITE}:{WHITE}"([^"\\]+)"{WHITE},'
+HEAD = re.compile(rf'{NAME}{WHITE}"(?:arguments|parameters)"{WHITE}:{WHITE}(?=\{{)')
 FORCED = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\S)')
 
 
@@ -97,10 +99,11 @@ class SpokenCalls:
     """What a model says that may call tools, as its text grows: deltas of content and of tool_calls. A call's
     arguments are told as they are generated, once its name has been said and was offered; one that is spelled
     in another order is told when it is whole. most: calls that are told; those behind them are not shown.
+    strict: of no other order, as none but that is kept to a schema (grammar.calls_grammar).
     """
 
-    def __init__(self, offered: Collection[str], most: int | None = None) -> None:
-        self._offered, self._most, self.count = offered, most, 0
+    def __init__(self, offered: Collection[str], most: int | None = None, strict: bool = False) -> None:
+        self._offered, self._most, self._strict, self.count = offered, most, strict, 0
         self._held, self._at = "", 0  # what is not told, or may have to be; and how far that is read
         self._reads: Callable[[list[dict[str, Any]], bool], bool] = self._text
         self._started = False  # something but white space was met
@@ -171,7 +174,7 @@ class SpokenCalls:
                 function = {"arguments": self._held[self._at : reached]}
                 out.append({"tool_calls": [{"index": self.count - 1, "function": function}]})
                 self._at = reached
-        elif end is not None and (call := _parsed(self._held[self._start : end], self._offered)) is not None:
+        elif end is not None and (call := self._otherwise(self._held[self._start : end])) is not None:
             self._tell(out, call)
         elif end is not None or ended:
             return self._no_call(out, len(self._held) if end is None else end)
@@ -197,6 +200,9 @@ class SpokenCalls:
         self._reads = self._text
         return bool(self._held)
 
+    def _otherwise(self, text: str) -> dict[str, Any] | None:
+        return None if self._strict else _parsed(text, self._offered)
+
     def _no_call(self, out: list[dict[str, Any]], end: int) -> bool:
         """What is held is text, up to there."""
         self._say(out, end)
@@ -221,11 +227,11 @@ class SpokenCalls:
 
 
 def calls_in(
-    text: str, offered: Collection[str], most: int | None = None
-) -> tuple[str, list[dict[str, Any]]]:  # fmt: skip
-    """(the text beside them, the calls as OpenAI's tool_calls) of a whole text. most: calls, at most."""
+    text: str, offered: Collection[str], most: int | None = None, strict: bool = False
+) -> tuple[str, list[dict[str, Any]]]:
+    """(the text beside them, the calls as OpenAI's tool_calls) of a whole text, as SpokenCalls reads it."""
     beside, calls = "", list[dict[str, Any]]()
-    for delta in SpokenCalls(offered, most).add(text, ended=True):
+    for delta in SpokenCalls(offered, most, strict).add(text, ended=True):
         beside += delta.get("content", "")
         for call in delta.get("tool_calls", ()):
             if "id" in call:

@@ -37,6 +37,8 @@ def test_every_spelling_is_read(text, beside):
     told, (call,) = calls_in(text, {"look"})
     assert told == beside and call["function"]["name"] == "look"
     assert json.loads(call["function"]["arguments"]) == {"k": "a"}
+    kept = calls_in(text, {"look"}, strict=True)  # where a grammar forces the order, no other is read
+    assert kept[0] == (text if '{"arg' in text else beside) and len(kept[1]) == ('{"arg' not in text)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_a_request_for_one_call_is_one():
     plain = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
     for wanted, most in ((None, None), (True, None), (False, 1)):
         request = ChatRequest(**plain, parallel_tool_calls=wanted)
-        assert offered(Ask([1], 1, Sampling(), request)) == ({"look"}, most)
+        assert offered(Ask([1], 1, Sampling(), request)) == ({"look"}, most, False)
     turn = [{"role": "user", "content": "x"}]
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     asked = {"messages": turn, "max_tokens": 1, "tools": [{"name": "look", "input_schema": {}}]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from kvclient.serve.engine.job import Done, Token
 from kvclient.serve.engine.sampling import Chosen
@@ -112,11 +112,22 @@ def whole_deltas(choice: Choice) -> list[dict[str, Any]]:
     return deltas(choice.text, *listeners(choice.ask), False, True)
 
 
-def offered(ask: Ask) -> tuple[set[str], int | None]:
-    """The names of its tools, and how many calls an answer may have; None: any number."""
+class Offered(NamedTuple):
+    """What SpokenCalls wants to know."""
+
+    names: set[str]
+    most: int | None
+    strict: bool
+
+
+def offered(ask: Ask) -> Offered:
+    """The names of its tools, how many calls an answer may have (None: any number), and whether a grammar
+    keeps them to their schemas. In an answer of response_format's schema none of a strict tool is read.
+    """
     asked = cast(ChatRequest, ask.request)  # no other has tools
     most = 1 if asked.parallel_tool_calls is False else None
-    return {tool.function.name for tool in asked.tools}, most
+    functions = [tool.function for tool in asked.tools if not (ask.constrained and tool.function.strict)]
+    return Offered({function.name for function in functions}, most, ask.strict_tools)
 
 
 def wants_usage(run: Run) -> bool:
