@@ -1,7 +1,7 @@
 // Thirty-two fp16 numbers at once, multiplied and added as fp16 (AVX512-FP16).
 //
 // Owns the two operations that need that instruction set; all else is AVX-512's own. Invariant: for tests the same type exists
-// without the instructions (cpu/emulation/halves.h), built with KVK_EMULATED.
+// without the instructions (tests/emulation/cpu/halves.h), built with KVK_EMULATED.
 #pragma once
 
 #include <immintrin.h>

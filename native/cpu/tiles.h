@@ -3,7 +3,7 @@
 // Owns the shapes that the kernels use (tiles 0 to 3 are sums of 16 x 16 in four bytes, 4 and 5 left operands, 6 and 7 right
 // ones) and when a thread's registers are configured. Never leaves them configured behind a task: whoever else uses AMX in
 // this thread (oneDNN in torch) finds them as it left them, free, and a thread that sleeps has less to be saved. Invariant: for
-// tests the same functions exist without the instructions (cpu/emulation/tiles.h), built with KVK_EMULATED.
+// tests the same functions exist without the instructions (tests/emulation/cpu/tiles.h), built with KVK_EMULATED.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// One request and its reply, seen from the client: through the session's socket, or through its mailbox (core/mailbox.h).
+// One request and its reply, seen from the client: through the session's socket, or through its mailbox (session/mailbox.h).
 //
 // Owns no memory and no descriptor; one request at a time per socket is the caller's to see to. `meanwhile` runs between the two:
 // work that does not depend on the reply. Both return the reply's body and throw the error that the daemon answered, Detached if

@@ -1,6 +1,6 @@
 // The shapes that the daemon and its clients share in memory: block states, the block table, a session's page,
 // a namespace's progress words. Everything here is plain data with fixed offsets; the code that reads and writes it
-// lives in index.h (readers), pins.h (hazard pins) and store.h (the one mutator).
+// lives in index.h (readers), session_file.h (hazard pins) and store.h (the one mutator).
 //
 // Invariant: all words that another process may read while they change are accessed as atomics; the mailbox's bytes are their
 // reader's alone once its words say so.
@@ -281,7 +281,7 @@ struct SessionPage {
 };
 inline constexpr size_t kPinsOffset = 8192;
 
-// One small request, and in its place its answer (core/mailbox.h). A line that the client writes, one that the daemon writes.
+// One small request, and in its place its answer (session/mailbox.h). A line that the client writes, one that the daemon writes.
 inline constexpr size_t kMailboxBytes = 3840;
 struct Mailbox {
   alignas(kLineBytes) std::atomic<uint32_t> asked;  // number of the request that lies here; 0: none

@@ -34,7 +34,7 @@ class DaemonMailbox {
   void answered_by_socket(uint32_t number);
   bool asleep(uint32_t number) const;  // does its client sleep? To be asked after the answer
   void attend(bool looks);             // whoever says no looks once more
-  uint32_t asked_from() const { return box().processor.load(std::memory_order_relaxed); }  // core/processor.h
+  uint32_t asked_from() const { return box().processor.load(std::memory_order_relaxed); }  // base/processor.h
   bool cut() const { return cut_.load(std::memory_order_acquire); }  // by its client: nothing will be asked here any more
 
  private:

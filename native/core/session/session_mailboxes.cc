@@ -1,4 +1,4 @@
-// Where a namespace's session thread looks while messages stream: the mailboxes of those that asked lately (core/mailbox.h), and
+// Where a namespace's session thread looks while messages stream: the mailboxes of those that asked lately (mailbox.h), and
 // the socket of the one that asked last.
 
 #include <algorithm>

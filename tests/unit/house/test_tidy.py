@@ -340,16 +340,22 @@ def test_cited_sections_exist():
     fail_if(problems)
 
 
+CITED = re.compile(r"(?<![\w./<$*-])((?:\w+/)*[\w-]+\.(?:py|cc|h|cu|md))\b(?![\w(])")
+
+
 def test_cited_files_exist():
-    """By the path below some folder: `cpu/halves.h`, `pool_files.py`; tests by their first words."""
-    known = [f"/{name(path)}" for path in FILES]
+    """By the path below some folder: `cpu/halves.h`, `pool_files.py`; tests in Python by their first words,
+    C++ by its comments."""
+    known = {"/".join(path.parts[at:]) for path in FILES for at in range(len(path.parts))}
     problems = []
-    for path in PYTHON:
+    for path in [*PYTHON, *NATIVE]:
         place, _, _ = name(path).partition("/")
-        if place not in ("kvstored", "kvclient", "tests"):
+        if path.suffix != ".py":
+            words = "\n".join(re.findall(r"//[^\n]*", text(path)))
+        elif place in ("kvstored", "kvclient", "tests"):
+            words = syntax(path).docstring if place == "tests" else text(path)
+        else:
             continue
-        words = syntax(path).docstring if place == "tests" else text(path)
-        for cited in re.findall(r"(?<![\w./<$*-])((?:\w+/)*[\w-]+\.(?:py|cc|h|cu|md))\b(?![\w(])", words):
-            if not any(file.endswith(f"/{cited}") for file in known):
-                problems.append(f"{name(path)}: {cited} is nowhere")
+        absent = sorted(set(CITED.findall(words)) - known)
+        problems += [f"{name(path)}: {cited} is nowhere" for cited in absent]
     fail_if(problems)
