@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,9 +32,6 @@ from kvclient.errors import (
     LayoutLost,
     Unavailable,
 )
-
-if TYPE_CHECKING:
-    from kvclient.client.client import KVClient
 
 MAX_REGION_BYTES = 1 << 46
 UNKNOWN = "the daemon did not answer: it may be sealed, and its memory is no part of the region any more"
@@ -74,10 +71,26 @@ class _Open:
     marked: int = 0  # leading layers that followers see
 
 
+class Owner(Protocol):
+    """What a region asks of its KVClient."""
+
+    _native: Any
+    _ids: tuple[int, dict[int, int]]
+
+    def _call(self, ask: Callable[[Any], Any]) -> Any: ...
+
+    def _again(self, ask: Callable[[Any], Any]) -> Any: ...
+
+    def _geometry(self, layout_id: int) -> Geometry: ...
+
+    def create(self, keys: Any, layout_id: int, priority: int, ttl_s: Any, token_counts: Any) -> Any:
+        """As KVClient.create()."""
+
+
 class Region:
     """Made by KVClient.register_region(). Thread-safe; calls of several threads run one after the other."""
 
-    def __init__(self, client: KVClient, length: int) -> None:
+    def __init__(self, client: Owner, length: int) -> None:
         check_bounds("length", length, 1, MAX_REGION_BYTES)
         self.length, self._client, self._pid = length, client, os.getpid()
         ask = client._again if client._native is None else client._call

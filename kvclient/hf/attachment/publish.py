@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvclient.hf.cache.indexed import every_part
 from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Clock
 from kvclient.hf.connector.layer_groups import StoredGroup
 from kvclient.hf.connector.save import Publisher
-
-if TYPE_CHECKING:
-    from kvclient.hf.attachment.attach import Attachment
-    from kvclient.hf.request.served_model import ServedModel
+from kvclient.hf.proof.attached import Attached
+from kvclient.hf.request.served_model import ServedModel
 
 
-def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: Any) -> int:
+def publish(attachment: Attached, model: Any, tokens: Sequence[int], cache: Any) -> int:
     """How many blocks it published. Those that are there already, and those whose tokens lie in the store's
     blocks, are left as they are.
     """
@@ -61,7 +59,7 @@ def publish(attachment: Attachment, model: Any, tokens: Sequence[int], cache: An
 
 
 def _publish_tail(
-    attachment: Attachment, served: ServedModel, tokens: Sequence[int],
+    attachment: Attached, served: ServedModel, tokens: Sequence[int],
     storages: Sequence[tuple[int, Any, int]],
 ) -> int:  # fmt: skip
     """A shorter block for the tokens behind the last whole one."""
@@ -80,7 +78,7 @@ def _publish_tail(
 
 
 def _publish_end(
-    attachment: Attachment, stored: StoredGroup, tokens: Sequence[int],
+    attachment: Attached, stored: StoredGroup, tokens: Sequence[int],
     storages: Sequence[tuple[int, Any, int]], held: int,
 ) -> None:  # fmt: skip
     """What layers that do not need all tokens need for a hit to end with the text. held: tokens that the

@@ -22,7 +22,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -31,15 +31,13 @@ from transformers.cache_utils import DynamicCache
 from kvclient.errors import DeadlineExceeded
 from kvclient.hf.attachment import assisted
 from kvclient.hf.call import Report, begun
+from kvclient.hf.proof.attached import Attached
 from kvclient.hf.release import NAMES
 from kvclient.hf.request.batch.row_by_row import RowByRow
 from kvclient.hf.request.continuation import Continuation, Opened
 from kvclient.hf.request.request import Request
 from kvclient.hf.request.tolerance import STORE_ERRORS
 from kvclient.hf.speculation import Speculation
-
-if TYPE_CHECKING:
-    from kvclient.hf.attachment.attach import Attachment
 
 PLACE = "_kvstored"  # where a model keeps its Attachment: in itself, so that both can be collected together
 DETACH_S = 600.0  # that detach() waits for calls of other threads
@@ -160,14 +158,14 @@ HOOKS = {
 }  # fmt: skip
 
 
-def _attached(model: torch.nn.Module, name: str) -> tuple[Attachment | None, Any]:
+def _attached(model: torch.nn.Module, name: str) -> tuple[Attached | None, Any]:
     """Who takes the model's calls, and what the model has of this name without them."""
     attachment = model.__dict__.get(PLACE)
     before = None if attachment is None else attachment._before[name]
     return attachment, before if before is not None else functools.partial(getattr(type(model), name), model)
 
 
-def install(attachment: Attachment, model: torch.nn.Module) -> None:
+def install(attachment: Attached, model: torch.nn.Module) -> None:
     """Puts HOOKS on the model; the attachment remembers what stood there."""
     for name, ours in HOOKS.items():
         if getattr(model.__dict__.get(name), "__func__", None) is ours:
@@ -178,7 +176,7 @@ def install(attachment: Attachment, model: torch.nn.Module) -> None:
     model.__dict__[PLACE] = attachment
 
 
-def put_back(attachment: Attachment, model: torch.nn.Module, name: str) -> None:
+def put_back(attachment: Attached, model: torch.nn.Module, name: str) -> None:
     """What install() took away; a method that the model was given since stays."""
     if getattr(model.__dict__.get(name), "__func__", None) is HOOKS[name]:
         del model.__dict__[name]
@@ -218,7 +216,7 @@ def _with_criterion(
     return args, {**kwargs, "stopping_criteria": criteria}
 
 
-def opened(kv: Attachment, model: torch.nn.Module, input_ids: torch.Tensor, config: Any) -> Opened | None:
+def opened(kv: Attached, model: torch.nn.Module, input_ids: torch.Tensor, config: Any) -> Opened | None:
     """A prompt [1, tokens] with its prefix in a cache, as this thread's calls are served now, for a pass that
     is its caller's, who calls closed() after it. None: generate() is to be asked, which says why.
     """
@@ -238,7 +236,7 @@ def opened(kv: Attachment, model: torch.nn.Module, input_ids: torch.Tensor, conf
     return made
 
 
-def closed(kv: Attachment, made: Opened) -> None:
+def closed(kv: Attached, made: Opened) -> None:
     """Its pass has ended, well or not: what was claimed and not computed() is given back."""
     try:
         made.finish()
@@ -247,7 +245,7 @@ def closed(kv: Attachment, made: Opened) -> None:
 
 
 def _request(
-    kv: Attachment, model: torch.nn.Module, started: float, cache: Any, kind: type[Request] = Request
+    kv: Attached, model: torch.nn.Module, started: float, cache: Any, kind: type[Request] = Request
 ) -> Request | Report:
     """What serves a call that begins now, with a cache or without; or, as a report, why the store has no part
     in it."""
@@ -280,7 +278,7 @@ def _request(
 
 
 def _run_without(
-    kv: Attachment, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], started: float,
+    kv: Attached, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], started: float,
     report: Report,
 ) -> Any:  # fmt: skip
     outer, kv._local.request = kv._local.request, None
@@ -292,7 +290,7 @@ def _run_without(
         _note(kv, report)
 
 
-def _note(kv: Attachment, report: Report, trial: Any = None) -> None:
+def _note(kv: Attached, report: Report, trial: Any = None) -> None:
     if trial is not None:
         trial.report = report
         return

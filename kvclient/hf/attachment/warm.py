@@ -7,7 +7,7 @@ somebody's prefix.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,9 +16,7 @@ from kvclient.blocks.reuse_plan import MOST_TOKENS
 from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 from kvclient.hf.connector.part import tail_tokens
-
-if TYPE_CHECKING:
-    from kvclient.hf.attachment.attach import Attachment
+from kvclient.hf.proof.attached import Attached
 
 
 class Stored(NamedTuple):
@@ -39,7 +37,7 @@ def check_overlap(overlap_tokens: int) -> int:
 
 
 def warm(
-    kv: Attachment, model: torch.nn.Module, ids: list[int], before: list[int], chunker: str | None,
+    kv: Attached, model: torch.nn.Module, ids: list[int], before: list[int], chunker: str | None,
     overlap_tokens: int,
 ) -> Stored:  # fmt: skip
     """chunker: what the text is taken apart by (kvclient.blocks.chunker.cuts); "fixed", and none, computes it
@@ -71,7 +69,7 @@ def warm(
     return Stored(len(stops), blocks, len(part), tail, lost, missing)
 
 
-def _lost(kv: Attachment, tokens: int, tail: int) -> int:
+def _lost(kv: Attached, tokens: int, tail: int) -> int:
     """How many of the tokens behind a part's last whole block are in none."""
     if tail == tokens or kv.repair is None:
         return tail

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,7 @@ from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.layer_groups import GroupMatch
 from kvclient.hf.connector.part import confirmed_part
 from kvclient.hf.connector.snapshots import StateMatch
-
-if TYPE_CHECKING:
-    from kvclient.hf.request.served_model import ServedModel
+from kvclient.hf.connector.sought import Sought
 
 MISSING, RESIDENT, ON_DISK, ON_PEER = 0, 2, 3, 4  # a look-up's states
 
@@ -72,7 +70,7 @@ class PrefixMatch:
         self.part_chain, self.part_form = self.part_chain or self.chain, self.part_form or self.form
 
     @classmethod
-    def of(cls, group: Group, chunker: Chunker, served: ServedModel) -> PrefixMatch:
+    def of(cls, group: Group, chunker: Chunker, served: Sought) -> PrefixMatch:
         """Of one text, of which nothing was found yet."""
         ids, states = group.tokens, served.states
         match = cls(group, chunker.chain(served.identity, ids), served.form, served.form.layers)

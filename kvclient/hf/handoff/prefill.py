@@ -1,7 +1,6 @@
-"""Where prompts that are handed over are computed: a thread of its own, which holds their blocks afterwards
-until the lease ends.
+"""Begins the prefill of prompts that are handed over, and says what was handed over.
 
-Owns the thread and the pins. Never sends KV: blocks come by the store, layer by layer as they are computed.
+Owns the pins of their blocks. Never sends KV: blocks come by the store, layer by layer as they are computed.
 Invariant: what is held is let go when the lease ends, whatever the prefill did.
 """
 
@@ -12,7 +11,6 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,52 +19,10 @@ from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.hf.handoff.first_token import First, choice_of, chosen, sampler_state
 from kvclient.hf.handoff.lease import outlast
 from kvclient.hf.handoff.prompts import MARK_BYTES, Handoff, chains_of
+from kvclient.hf.handoff.thread import Prefill
 
 MOST_NODE_BYTES = 63
 CLAIM_S = 30.0  # for the prefill to begin; a long digest of the model may come before it
-
-
-class Prefill:
-    """A thread that computes prompts, publishes their blocks, and holds them."""
-
-    def __init__(
-        self, compute: Callable[[], First | None], hold: Callable[[threading.Event], None]
-    ) -> None:
-        self._compute, self._hold = compute, hold
-        self.first: First | None = None  # the first token, once it was chosen
-        self._error: BaseException | None = None
-        self._ended, self._over = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvclient-handoff", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.first = self._compute()
-        except BaseException as error:
-            self._error = error
-            return
-        finally:
-            self._ended.set()
-        with contextlib.suppress(KVClientError):  # the store is gone, and with it what was held
-            self._hold(self._over)
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Whether it ended within so many seconds. Raises what the prefill raised."""
-        ended = self._ended.wait(timeout_s)
-        if self._error is not None:
-            raise self._error
-        return ended
-
-    @property
-    def held(self) -> bool:
-        """Whether its blocks are still held for the decoder."""
-        return self._thread.is_alive()
-
-    def release(self) -> None:
-        """Gives the blocks back without waiting for the decoder."""
-        self._over.set()
-        if self._ended.is_set():
-            self._thread.join()
 
 
 def rows_of(inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:

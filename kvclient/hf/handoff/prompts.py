@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvclient.checks import check_bounds, check_real
 from kvclient.errors import InvalidArgument
 from kvclient.hf.handoff.first_token import First
 from kvclient.hf.handoff.lease import Lease
-
-if TYPE_CHECKING:
-    from kvclient.hf.handoff.prefill import Prefill
+from kvclient.hf.handoff.thread import Prefill
 
 VERSION = 2
 MOST_TOKENS = 1 << 20

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from kvclient.blocks.chunker import Chunker
 from kvclient.hf.attention.proof import evaluating
 from kvclient.hf.call import Report
 from kvclient.hf.model.structure import Refused
+from kvclient.hf.proof.attached import Attached
 from kvclient.hf.request.request import Options
 from kvclient.hf.request.served_model import AS_COMPUTED, ServedModel
 from kvclient.hf.reuse.blend import NonPrefixReuse
@@ -36,9 +37,6 @@ from kvclient.hf.reuse.quality.verify import (
 )
 from kvclient.hf.reuse.quality.verify import verify as measure
 from kvclient.hf.reuse.repair import ATTENDED, Repair
-
-if TYPE_CHECKING:
-    from kvclient.hf.attachment.attach import Attachment
 
 STRATEGIES = ("none", "selective", "cacheblend", "attention")
 RATIOS = (0.05, 0.10, 0.15)  # tried by calibration behind "selective", before "attention": the cheapest first
@@ -63,7 +61,7 @@ class Trial:
 
 
 def verify(
-    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None
+    kv: Attached, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None
 ) -> Verification:
     """Prefix reuse and, where the model allows it, every strategy. Raises Refused as generate() bypasses."""
     kv._served(modes=False)
@@ -77,7 +75,7 @@ def verify(
 
 
 def calibrate(
-    kv: Attachment, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None,
+    kv: Attached, model: torch.nn.Module, prompts: Sequence[Any] | None, progress: Progress | None,
     max_kl: float | None,
 ) -> tuple[Verification, NonPrefixReuse, Findings, bool]:  # fmt: skip
     """(what was measured last, how the model reuses inside prompts, all that is found of it by now, whether
@@ -169,7 +167,7 @@ def _questions(model: torch.nn.Module, prompts: Sequence[Any] | None) -> list[Qu
 
 
 def _measure(
-    kv: Attachment, model: torch.nn.Module, non_prefix: NonPrefixReuse | None, repairs: dict[str, Repair],
+    kv: Attached, model: torch.nn.Module, non_prefix: NonPrefixReuse | None, repairs: dict[str, Repair],
     questions: Sequence[Question], progress: Progress | None, max_kl: float | None = None,
     partial: Partial | None = None,
 ) -> Verification:  # fmt: skip
@@ -182,7 +180,7 @@ def _measure(
 
 
 def _trial(
-    kv: Attachment, non_prefix: NonPrefixReuse | None, questions: Sequence[Question],
+    kv: Attached, non_prefix: NonPrefixReuse | None, questions: Sequence[Question],
     repair: Repair | None, call: Callable[[], Any],
 ) -> Report:  # fmt: skip
     from kvclient.testing.in_memory import InMemoryClient

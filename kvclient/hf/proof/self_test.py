@@ -21,7 +21,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -34,10 +34,8 @@ from kvclient.hf.model.identity import plain
 from kvclient.hf.model.structure import KVShape, Refused, base_model, check_structure, widest_window
 from kvclient.hf.model.watch import Watch
 from kvclient.hf.proof import verdicts
+from kvclient.hf.proof.attached import Attached
 from kvclient.hf.release import cache_of, passing
-
-if TYPE_CHECKING:
-    from kvclient.hf.attachment.attach import Attachment
 
 BLOCK_TOKENS = 8
 PREFIX_BLOCKS = 3  # at least; a window of at most MOST_TOKENS is passed
@@ -83,7 +81,7 @@ def prove_model(
     return _passed[key]
 
 
-def prove(kv: Attachment, model: torch.nn.Module, attach: Callable[..., Any]) -> None:
+def prove(kv: Attached, model: torch.nn.Module, attach: Callable[..., Any]) -> None:
     """Tests the model as this attachment serves it; blocks are read in place only where that passes too."""
     adopted = kv._model_state.adopted
     if adopted.wanted and not adopted.asked:
@@ -97,7 +95,7 @@ def prove(kv: Attachment, model: torch.nn.Module, attach: Callable[..., Any]) ->
 
 
 def _kept(
-    kv: Attachment, model: torch.nn.Module, attach: Callable[..., Any], in_place: bool, paged: bool
+    kv: Attached, model: torch.nn.Module, attach: Callable[..., Any], in_place: bool, paged: bool
 ) -> Verdict:
     """As prove_model(), once per model and machine."""
     facts = [kv._model_state.served_models.unsalted, in_place, paged, str(model.device)]

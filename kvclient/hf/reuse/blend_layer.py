@@ -6,7 +6,7 @@ the last pass has ended a layer is as long as it was before the first, so each o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,22 +16,49 @@ from kvclient.hf.call import Lost
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import Rope, turned_tensor
 from kvclient.hf.reuse.attention_scores import AttentionScores
+from kvclient.hf.reuse.drift import Drift
+from kvclient.hf.reuse.estimate import Gauge
 from kvclient.kernels import contract, cuda
-
-if TYPE_CHECKING:
-    from kvclient.hf.reuse.blend import Blend
 
 
 class Seen(Exception):
     """K and V of all rows of a layer are there. Internal: ends the look, or the pass that asks."""
 
 
+class Pass(Protocol):
+    """What a layer asks of the Blend that it is part of, which says what each means."""
+
+    exact: int
+    length: int
+    looking: bool
+    chosen: bool
+    stored: bool
+    last: bool
+    asked: AttentionScores | None
+    drift: Drift | None
+    gauge: Gauge | None
+    waiting: list[Any]  # BlendLayers
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row goes through the layers."""
+
+    def columns(self) -> torch.Tensor:
+        """That the pass computes, int64 [rows]."""
+
+    def load(self, layer: int, storage: torch.Tensor) -> None:
+        """Puts what is reused of a layer into its storage [2, rows, heads, capacity, head_dim]."""
+
+    def check(self, layer: int, storage: torch.Tensor) -> None:
+        """How far the fresh K and V in storage [2, rows, heads, capacity, head_dim] are from the stored."""
+
+
 class BlendLayer(StoreLayer):
     """A StoreLayer whose first update is part of a pass."""
 
-    def __init__(self, blend: Blend, index: int, shape: Shape, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, blend: Pass, index: int, shape: Shape, *args: Any, **kwargs: Any) -> None:
         super().__init__(index, shape, *args, **kwargs)
-        self._blend: Blend | None = blend
+        self._blend: Pass | None = blend
         self._asked = False  # and so holds what is stored
         self._seen: tuple[torch.Tensor, ...] | None = None  # columns that were looked at, their K and V
         # Of the last layer, whose last rows come once more.
@@ -65,7 +92,7 @@ class BlendLayer(StoreLayer):
         return handed
 
     def _put(
-        self, blend: Blend, key_states: torch.Tensor, value_states: torch.Tensor
+        self, blend: Pass, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fresh columns beside the others; all of both."""
         before = self._length
@@ -96,7 +123,7 @@ class BlendLayer(StoreLayer):
         """Whether no pass has filled it for good."""
         return self._blend is not None
 
-    def commit(self, blend: Blend) -> None:
+    def commit(self, blend: Pass) -> None:
         """What this layer holds is the prompt's."""
         assert self._storage is not None
         self._blend = None
@@ -105,7 +132,7 @@ class BlendLayer(StoreLayer):
             self.written(self.index, blend.exact, blend.length, self._storage, self.origin)
 
     def _ask(
-        self, blend: Blend, asked: AttentionScores | None, key_states: torch.Tensor,
+        self, blend: Pass, asked: AttentionScores | None, key_states: torch.Tensor,
         value_states: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         before = self._length

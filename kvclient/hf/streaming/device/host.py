@@ -21,8 +21,7 @@ from kvclient.hf.awq.linear import AwqLinear
 from kvclient.hf.awq.packing import fits_panels, in_panels, to_panels
 from kvclient.hf.layers import forwards
 from kvclient.hf.streaming.device.exchange import Exchange
-from kvclient.hf.streaming.device.layout import HALVES, tensor_of
-from kvclient.hf.streaming.device.streams import Moving
+from kvclient.hf.streaming.device.layout import HALVES, Moving, tensor_of
 from kvclient.hf.streaming.files.index import ALIGNMENT
 from kvclient.hf.streaming.mover import pages
 

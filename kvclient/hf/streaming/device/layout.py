@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -132,3 +132,46 @@ def put(values: list[tuple[Attribute, Any]]) -> None:
     """Each in its module's attribute."""
     for (held, name), value in values:
         held[name] = value
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A layer whose parts come and go, one behind the other in the host's image from `offset` on. fixed:
+    names of tensors that do not, though their bytes do.
+    """
+
+    number: int
+    module: torch.nn.Module
+    parts: tuple[Part, ...]
+    offset: int
+    fixed: frozenset[str] = frozenset()
+
+    @property
+    def length(self) -> int:
+        """Bytes of its parts."""
+        return sum(part.length for part in self.parts)
+
+    def stretches(self, memory: torch.Tensor, at: int = 0) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Each part with its bytes; memory: uint8 [bytes], holds them from `at` on."""
+        for part in self.parts:
+            yield part, memory[at : at + part.length]
+            at += part.length
+
+    def attributes(self, memory: torch.Tensor | None, at: int = 0) -> list[tuple[Attribute, Any]]:
+        """Of what comes and goes, as layout.attributes(); memory: uint8 [bytes], or None."""
+        return self._attributes(memory, at, lambda stored: stored.name not in self.fixed)
+
+    def fixed_attributes(self, image: torch.Tensor) -> list[tuple[Attribute, Any]]:
+        """Of what does not. image: uint8 [bytes], the host's, as the device sees it."""
+        return self._attributes(image, self.offset, lambda stored: stored.name in self.fixed)
+
+    def _attributes(
+        self, memory: torch.Tensor | None, at: int, wanted: Callable[[Stored], bool]
+    ) -> list[tuple[Attribute, Any]]:
+        found = []
+        for part in self.parts:
+            some = replace(part, tensors=tuple(filter(wanted, part.tensors)))
+            stretch = None if memory is None else memory[at : at + part.length]
+            found += attributes(self.module, some, stretch)
+            at += part.length
+        return found

@@ -11,68 +11,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from kvclient.hf.streaming.device.layout import Attribute, attributes, put
+from kvclient.hf.streaming.device.host import HostLayers
+from kvclient.hf.streaming.device.layout import Attribute, Moving, put
 from kvclient.hf.streaming.device.mover import DeviceMover
 from kvclient.hf.streaming.device.runtime import Runtime
 from kvclient.hf.streaming.device.shares import MOST_ROWS, Shares
 from kvclient.hf.streaming.device.spans import Spans
-from kvclient.hf.streaming.files.index import Part, Stored
 from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.residency import Plan, StreamingConfig
 from kvclient.hf.streaming.scheduler import Scheduler
 from kvclient.hf.streaming.slots import Slot
-
-if TYPE_CHECKING:
-    from kvclient.hf.streaming.device.host import HostLayers
-
-
-@dataclass(frozen=True)
-class Moving:
-    """A layer whose parts come and go, one behind the other in the host's image from `offset` on. fixed:
-    names of tensors that do not, though their bytes do.
-    """
-
-    number: int
-    module: torch.nn.Module
-    parts: tuple[Part, ...]
-    offset: int
-    fixed: frozenset[str] = frozenset()
-
-    @property
-    def length(self) -> int:
-        """Bytes of its parts."""
-        return sum(part.length for part in self.parts)
-
-    def stretches(self, memory: torch.Tensor, at: int = 0) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Each part with its bytes; memory: uint8 [bytes], holds them from `at` on."""
-        for part in self.parts:
-            yield part, memory[at : at + part.length]
-            at += part.length
-
-    def attributes(self, memory: torch.Tensor | None, at: int = 0) -> list[tuple[Attribute, Any]]:
-        """Of what comes and goes, as layout.attributes(); memory: uint8 [bytes], or None."""
-        return self._attributes(memory, at, lambda stored: stored.name not in self.fixed)
-
-    def fixed_attributes(self, image: torch.Tensor) -> list[tuple[Attribute, Any]]:
-        """Of what does not. image: uint8 [bytes], the host's, as the device sees it."""
-        return self._attributes(image, self.offset, lambda stored: stored.name in self.fixed)
-
-    def _attributes(
-        self, memory: torch.Tensor | None, at: int, wanted: Callable[[Stored], bool]
-    ) -> list[tuple[Attribute, Any]]:
-        found = []
-        for part in self.parts:
-            some = replace(part, tensors=tuple(filter(wanted, part.tensors)))
-            stretch = None if memory is None else memory[at : at + part.length]
-            found += attributes(self.module, some, stretch)
-            at += part.length
-        return found
 
 
 class DeviceStreams:

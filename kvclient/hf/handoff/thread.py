@@ -1,0 +1,57 @@
+"""The thread that prompts which are handed over are computed in, and that holds their blocks afterwards.
+
+Owns the thread. Never knows what is computed or held. Invariant: what holds is called once, behind a prefill
+that ended well, and never after one that raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from kvclient.errors import KVClientError
+from kvclient.hf.handoff.first_token import First
+
+
+class Prefill:
+    """A thread that computes prompts, publishes their blocks, and holds them."""
+
+    def __init__(
+        self, compute: Callable[[], First | None], hold: Callable[[threading.Event], None]
+    ) -> None:
+        self._compute, self._hold = compute, hold
+        self.first: First | None = None  # the first token, once it was chosen
+        self._error: BaseException | None = None
+        self._ended, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvclient-handoff", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.first = self._compute()
+        except BaseException as error:
+            self._error = error
+            return
+        finally:
+            self._ended.set()
+        with contextlib.suppress(KVClientError):  # the store is gone, and with it what was held
+            self._hold(self._over)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it ended within so many seconds. Raises what the prefill raised."""
+        ended = self._ended.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return ended
+
+    @property
+    def held(self) -> bool:
+        """Whether its blocks are still held for the decoder."""
+        return self._thread.is_alive()
+
+    def release(self) -> None:
+        """Gives the blocks back without waiting for the decoder."""
+        self._over.set()
+        if self._ended.is_set():
+            self._thread.join()
