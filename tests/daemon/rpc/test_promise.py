@@ -1,6 +1,6 @@
 """Goal: the names, defaults and shapes that users were promised are there, through a real daemon and through
-the fake alike. Method: the promised lines one after the other, for each dtype; the README's program without a
-model as it stands there.
+the fake alike. Method: the promised lines one after the other, for each dtype; the program without a
+model of docs/choose.md as it stands there.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import kvclient
 from kvclient.errors import InvalidArgument
 
 NAN = float("nan")
-README = Path(__file__).resolve().parents[3] / "README.md"
+ROOT = Path(__file__).resolve().parents[3]
 IDENTITY = bytes(range(32))
 # dtype of a layout -> of .layer(), of .tensor()
 DTYPES = {
@@ -137,15 +137,16 @@ def test_the_promised_lines(two_clients, dtype):
     client.close()
 
 
-def test_the_readmes_program_runs_as_it_stands(daemon, tmp_path):
-    examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+def test_the_documented_program_runs_as_it_stands(daemon, tmp_path):
+    page = (ROOT / "docs/choose.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (example,) = [code for code in examples if "register_layout" in code]
     program = tmp_path / "example.py"
     program.write_text(example)
     started = daemon(memory="64MiB")
     ran = subprocess.run(
         [sys.executable, program],
-        env=os.environ | {"KVSTORED_DIR": str(started.dir), "PYTHONPATH": str(README.parent)},
+        env=os.environ | {"KVSTORED_DIR": str(started.dir), "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
