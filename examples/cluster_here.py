@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -60,6 +61,12 @@ class Etcd:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
 
 def told(host: hosts_here.Host) -> dict[str, Any]:

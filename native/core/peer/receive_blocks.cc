@@ -34,7 +34,10 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
   size_t open = landings.size();
   const auto seal = [&] {
     seal_whole();
-    for (const Item* landing : whole_) ended(landing->number, landing->outcome), --open, ++brought_;
+    for (const Item* landing : whole_) {
+      ended(landing->number, landing->outcome), --open;
+      brought_ += landing->outcome == Outcome::Fetched;
+    }
     to_tell_ |= !whole_.empty();
     whole_.clear();
   };
@@ -112,17 +115,42 @@ void BlockReceiver::take_frame(const Frame& head, Item& landing) {
   }
 }
 
-// The digest is computed here, so the name cannot lie. Registered if it is new: a reader may come before any writer.
+// The digest is computed here, so the name cannot lie. What is none of ours is forgotten: a head that names it is malformed.
 void BlockReceiver::take_layout(const Frame& head) {
   if (head.bytes > kLayoutSlotBytes) malformed("a layout too long");
+  if (++unheaded_ > kMostLayoutsTold) malformed("layouts that no block has");
   std::vector<uint8_t> blob(head.bytes);
   channel_.take_checked(head, reinterpret_cast<std::byte*>(blob.data()));
+  std::shared_ptr<const KnownLayout> known;
   try {
-    const Key digest = layout_digest(Layout::parse(blob));
-    if (!store_.find_layout(digest) && learnt_ < kFirstLayouts + brought_) ++learnt_, store_.register_layout(blob);
+    Layout layout = Layout::parse(blob);
+    const Key digest = layout_digest(layout);
+    known = std::make_shared<KnownLayout>(KnownLayout{0, digest, std::move(layout)});
   } catch (const Error&) {
-    // Not one of ours, or no room for it: its blocks are misses.
+    return;
   }
+  std::erase_if(told_, [&](const auto& told) { return told->digest == known->digest; });
+  if (told_.size() == kMostLayoutsTold) told_.erase(told_.begin());
+  told_.push_back(std::move(known));
+}
+
+// Registered if it is new: a reader may come before any writer. Where there is no room for it the block's bytes pass by, and the
+// next block that has it asks again.
+void BlockReceiver::find_layout(Item& landing) {
+  const Key& digest = landing.head.layout;
+  if ((landing.known = store_.find_layout(digest))) return;
+  const auto told = std::ranges::find_if(told_, [&](const auto& layout) { return layout->digest == digest; });
+  if (told == told_.end()) malformed("a layout that was not told");
+  landing.known = *told, landing.unwanted = Outcome::NoSpace;
+  if (learnt_ >= kFirstLayouts + brought_) return;
+  try {
+    store_.register_layout((*told)->layout.blob);
+  } catch (const Error& error) {
+    if (error.code == Code::NoSpace) return;
+    throw;
+  }
+  learnt_ += 1;
+  if (auto known = store_.find_layout(digest)) landing.known = std::move(known), landing.unwanted = Outcome::Needless;
 }
 
 void BlockReceiver::take_head(const Frame& frame, Item& landing) {
@@ -133,10 +161,10 @@ void BlockReceiver::take_head(const Frame& frame, Item& landing) {
   landing.headed = true;
   if (!(head.key == landing.key)) malformed("another block than was asked for");
   const bool begun = landing.created;
+  unheaded_ = 0;
   if (begun && (!(head.layout == landing.known->digest) || head.tokens != landing.tokens)) differs(landing);
-  landing.known = store_.find_layout(head.layout);
+  find_layout(landing);
   const auto& known = landing.known;
-  if (!known) malformed("a layout that is not known here");
   landing.layout = &known->layout;
   if (head.layers != known->layout.num_layers() || head.tokens == 0 || head.tokens > known->layout.block_tokens ||
       head.base_position > kMaxBasePosition)
@@ -144,7 +172,7 @@ void BlockReceiver::take_head(const Frame& frame, Item& landing) {
   if (begun) return;
   landing.tokens = head.tokens;
   landing.sums.resize(head.layers);
-  headed_.push_back(&landing);
+  if (landing.unwanted != Outcome::NoSpace) headed_.push_back(&landing);
 }
 
 // Their memory, in as few calls as there are kinds of blocks among them.
@@ -262,19 +290,24 @@ void BlockReceiver::seal_whole() {
   if (whole_.empty()) return;
   std::vector<Seal> seals;
   for (const Item* landing : whole_) seals.push_back({landing->handle, true});
-  Outcome outcome = window_.truncated() ? Outcome::Failed : Outcome::Fetched;
+  std::vector<Done> sealed(seals.size(), Done::Stale);
+  Outcome otherwise = Outcome::Failed;
   try {
-    if (outcome == Outcome::Fetched) {
+    if (!window_.truncated()) {
       store_.keep_loaded(seals);
-      store_.seal(owner_, seals);
+      sealed = store_.seal(owner_, seals);
+      otherwise = Outcome::Lost;  // it was taken from under us
     }
   } catch (const Error&) {
-    outcome = Outcome::Failed;
+    // Fenced: nothing is sealed.
   }
-  for (Item* landing : whole_) {
-    if (outcome == Outcome::Failed) give_up(*landing, outcome);
-    landing->outcome = outcome;
-    landing->sums.clear();
+  for (size_t i = 0; i < whole_.size(); ++i) {
+    Item& landing = *whole_[i];
+    if (sealed[i] == Done::Ok)
+      landing.outcome = Outcome::Fetched;
+    else
+      give_up(landing, otherwise);
+    landing.sums.clear();
   }
 }
 

@@ -82,6 +82,7 @@ class BlockReceiver {
   void tell();
   void take_frame(const Frame& head, Item& landing);
   void take_layout(const Frame& head);
+  void find_layout(Item& landing);
   void take_head(const Frame& head, Item& landing);
   void take_busy(const Frame& head, Item& landing);
   void take_meta(const Frame& head, Item& landing);
@@ -107,6 +108,8 @@ class BlockReceiver {
   Quarantine* const loans_;
   const uint64_t epoch_;
   std::vector<std::string> instead_;
+  std::vector<std::shared_ptr<const KnownLayout>> told_;  // layouts told on this connection, the latest last, without their ids
+  uint32_t unheaded_ = 0;                                 // layouts that were told since the last head
   uint32_t learnt_ = 0, brought_ = 0;  // layouts registered on this connection's word, and blocks that it brought
   uint32_t request_ = 0;
   Received received_;

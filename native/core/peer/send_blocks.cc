@@ -137,8 +137,7 @@ void BlockSender::begin(Block& block) {
   if (!(block.admitted = admission_.begin(key, node_, instead))) return refer(block, instead);
   const ReadJob& job = *block.job;
   block.layout = &job.layout->layout;
-  if (told_.insert(job.layout->digest.words).second)
-    channel_.put(frame(Kind::Layout, block), std::as_bytes(std::span(block.layout->blob)));
+  tell_layout(block);
   if (job.checksummed) {
     block.sums.resize(block.layout->num_layers());
     std::memcpy(block.sums.data(), window_.at(job.extent.offset + block.layout->checksums_offset(job.shape.tokens)),
@@ -149,6 +148,14 @@ void BlockSender::begin(Block& block) {
   const BlockHead head{key,        job.layout->digest, job.fingerprint, job.shape.tokens,          job.shape.base_position,
                        job.parent, job.shape.priority, ttl_s,           block.layout->num_layers()};
   channel_.put(frame(Kind::Head, block), bytes_of(head));
+}
+
+void BlockSender::tell_layout(const Block& block) {
+  const auto& digest = block.job->layout->digest.words;
+  if (told_.contains(digest)) return;
+  if (told_.size() == kMostLayoutsTold) told_.clear();  // from here on the other end forgets them one by one
+  told_.insert(digest);
+  channel_.put(frame(Kind::Layout, block), std::as_bytes(std::span(block.layout->blob)));
 }
 
 // Sends what is ready. True if that was the last of the block.

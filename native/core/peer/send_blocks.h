@@ -31,6 +31,7 @@ class BlockSender {
   struct Block;
 
   void begin(Block& block);
+  void tell_layout(const Block& block);
   bool load(Block& block);
   static bool has_time(uint64_t& until_ms);
   bool has_no_more(const Block& block) const;
@@ -52,7 +53,7 @@ class BlockSender {
   uint32_t request_ = 0, from_ = 0;
   bool crowded_ = false;  // peers hold as much as they may, as one of this pass was told
   Sent sent_;
-  std::set<std::array<uint64_t, 4>> told_;  // layouts that the other end has been told on this connection
+  std::set<std::array<uint64_t, 4>> told_;  // layouts that the other end has been told on this connection, and remembers
 };
 
 }  // namespace kv::peer

@@ -12,6 +12,7 @@ inline constexpr uint32_t kMagic = 0x3150564b;               // "KVP1"
 inline constexpr uint32_t kVersion = 2, kOldestVersion = 2;  // both are said; the highest that both ends know is spoken
 inline constexpr size_t kMaxName = 63;
 inline constexpr uint32_t kMaxKeysPerFetch = 64;
+inline constexpr size_t kMostLayoutsTold = 64;  // remembered at both ends of a connection: who is told another forgets the oldest
 inline constexpr uint64_t kMaxControlBytes = 16 << 10;  // payload of every frame but Meta and Layer, whose size the layout says
 
 enum class Kind : uint16_t {
@@ -22,7 +23,7 @@ enum class Kind : uint16_t {
   Refused,
   Fetch,    // keys; `layer`: of those before it the checksums are enough. The answer is, per item, Missing, or Head, Meta and
             // layers in order, then Whole or Lost
-  Layout,   // a layout's blob, before the first Head that names it on this connection
+  Layout,   // a layout's blob, before the first Head that names it on this connection, and again when it may be forgotten
   Head,     // a BlockHead
   Meta,     // the block's meta area; a second one replaces the first
   Layer,    // the bytes of layer `layer`

@@ -40,6 +40,7 @@ namespace kv::peer {
   X(SSL_read, int, (ssl_st*, void*, int))                                                \
   X(SSL_write, int, (ssl_st*, const void*, int))                                         \
   X(SSL_has_pending, int, (const ssl_st*))                                               \
+  X(SSL_key_update, int, (ssl_st*, int))                                                 \
   X(SSL_get_error, int, (const ssl_st*, int))                                            \
   X(SSL_get_verify_result, long, (const ssl_st*))                                        \
   X(SSL_get1_peer_certificate, x509_st*, (const ssl_st*))                                \

@@ -20,6 +20,7 @@ constexpr long kTls13 = 0x0304;
 constexpr int kVerifyPeer = 1, kFailWithoutCertificate = 2;
 constexpr int kErrorSsl = 1, kErrorWantRead = 2, kErrorZeroReturn = 6;
 constexpr unsigned kNoWildcards = 0x2, kNeverSubject = 0x20;
+constexpr int kKeyUpdateNotRequested = 0;  // the other end counts what it sends itself
 constexpr int kBioFlush = 11, kBioTypeSourceSink = 0x0400;
 constexpr int kBioRead = 0x01, kBioRetry = 0x08;
 constexpr unsigned long kReason = 0x7fffff, kAlert = 1000, kBadRecordMac = 281, kAlertBadRecordMac = kAlert + 20;
@@ -72,7 +73,8 @@ std::shared_ptr<ssl_ctx_st> read(const TlsFiles& files) {
 
 }  // namespace
 
-TlsIdentity::TlsIdentity(const TlsFiles& files) : context_(read(files)) {}
+TlsIdentity::TlsIdentity(const TlsFiles& files, uint64_t records_per_key)
+    : records_per_key_(records_per_key), context_(read(files)) {}
 
 void TlsIdentity::read_again(const TlsFiles& files) {
   auto fresh = read(files);
@@ -87,7 +89,12 @@ std::shared_ptr<ssl_ctx_st> TlsIdentity::context() const {
 }
 
 TlsStream::TlsStream(int socket, const TlsIdentity& identity, const std::string& node)
-    : socket_(socket), generation_(identity.generation()), context_(identity.context()), ssl_(begin(node)), in_(kInBytes) {}
+    : socket_(socket),
+      generation_(identity.generation()),
+      records_per_key_(identity.records_per_key()),
+      context_(identity.context()),
+      ssl_(begin(node)),
+      in_(kInBytes) {}
 
 ssl_st* TlsStream::begin(const std::string& node) {
   const OpenSsl& o = openssl();
@@ -186,6 +193,11 @@ bool TlsStream::is(const std::string& node) const {
 void TlsStream::write(std::span<const std::byte> bytes) {
   const OpenSsl& o = openssl();
   o.ERR_clear_error();
+  if (records_ >= records_per_key_) {  // goes out before what follows
+    if (o.SSL_key_update(ssl_, kKeyUpdateNotRequested) != 1) failed();
+    records_ = 0;
+  }
+  records_ += (bytes.size() + kRecordBytes - 1) / kRecordBytes;
   // All at once: what it encrypts goes to out_, which takes everything.
   if (o.SSL_write(ssl_, bytes.data(), static_cast<int>(bytes.size())) != static_cast<int>(bytes.size())) failed();
 }

@@ -23,14 +23,20 @@ struct TlsFiles {  // PEM
   std::string certificate, key, authority;
 };
 
+// Encrypted under one key; then the connection goes on under the next. AES-GCM stands for 2^24.5 full records (RFC 8446, 5.5).
+inline constexpr uint64_t kRecordsPerKey = 1 << 23;
+
 class TlsIdentity {
  public:
-  explicit TlsIdentity(const TlsFiles& files);  // throws InvalidArgument that names the file, Unavailable without OpenSSL
-  void read_again(const TlsFiles& files);       // the same; what was read before then stays
+  // Throws InvalidArgument that names the file, Unavailable without OpenSSL.
+  explicit TlsIdentity(const TlsFiles& files, uint64_t records_per_key = kRecordsPerKey);
+  void read_again(const TlsFiles& files);  // the same; what was read before then stays
   std::shared_ptr<ssl_ctx_st> context() const;
   uint64_t generation() const { return generation_; }  // of what was read last
+  uint64_t records_per_key() const { return records_per_key_; }
 
  private:
+  const uint64_t records_per_key_;
   mutable std::mutex mutex_;  // guards context_
   std::shared_ptr<ssl_ctx_st> context_;
   std::atomic<uint64_t> generation_{1};
@@ -64,10 +70,12 @@ class TlsStream {
 
   const int socket_;
   const uint64_t generation_;  // taken before the context: never newer than it
+  const uint64_t records_per_key_;
   const std::shared_ptr<ssl_ctx_st> context_;
   ssl_st* const ssl_;
   std::vector<std::byte> in_, out_, staged_;
   size_t in_at_ = 0, in_end_ = 0;
+  uint64_t records_ = 0;  // under the key that encrypts now
   bool ended_ = false;
 };
 

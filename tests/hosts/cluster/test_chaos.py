@@ -29,6 +29,7 @@ from cluster_here import fabric_pid, told, until
 pytestmark = pytest.mark.engines
 
 NAMES, ROUNDS, WORK_S = "abc", 10, 4.0
+HARMS = ("daemon", "fabric", "still fabric", "etcd", "still etcd", "frozen", "cut off")
 SOAK_S = 60 * float(os.environ.get("SOAK_MINUTES", "0"))
 
 
@@ -50,21 +51,23 @@ class Chaos:
         self.by_name, self.hosts = hosts, [Place(hosts[name]) for name in NAMES]
         self.workers = [Worker(self, i % len(NAMES), seed * 100 + i) for i in range(2 * len(NAMES))]
 
-    def harm(self):
+    def harm(self, name, what):
         """And what undoes it."""
-        host = self.by_name[self.choose.choice(NAMES)]
-        what = self.choose.choice(["daemon", "fabric", "still fabric", "etcd", "frozen", "cut off"])
+        host, etcd = self.by_name[name], self.by_name["etcd"]
         self.met[what] += 1
         if what == "daemon":
             host.kill()
             return host.start
         if what == "etcd":
-            self.by_name["etcd"].kill()
-            return self.by_name["etcd"].start
+            etcd.kill()
+            return etcd.start
+        if what == "still etcd":
+            etcd.freeze()
+            return etcd.thaw
         if what == "frozen":
             host.freeze()
             return host.thaw
-        if what == "cut off":
+        if what == "cut off":  # of the first host: etcd and the master too
             host.network.cut_off(host.name)
             return lambda: host.network.join_again(host.name)
         pid = fabric_pid(host)
@@ -73,15 +76,26 @@ class Chaos:
         os.kill(pid, signal.SIGKILL if what == "fabric" else signal.SIGSTOP)
         return lambda: goes_on(pid)
 
+    def harms(self):
+        """One or two at a time, of one host or of two; and what undoes them."""
+        count = self.choose.choice([1, 1, 2])
+        names, all = self.choose.sample(NAMES, count), list(HARMS)
+        for name in names:
+            what = all.pop(self.choose.randrange(len(all)))
+            yield self.harm(name, what)
+            if what.endswith("etcd"):
+                all = [other for other in all if not other.endswith("etcd")]
+
     def run(self):
         for worker in self.workers:
             worker.start()
         began, rounds = time.monotonic(), 0
         while rounds < ROUNDS or time.monotonic() - began < SOAK_S:
             rounds += 1
-            undo = self.harm()
+            undo = list(self.harms())
             self.over.wait(self.choose.uniform(0.5, WORK_S))  # which nobody sets: clients work meanwhile
-            undo()
+            for undoing in undo:
+                undoing()
             self.over.wait(self.choose.uniform(0.0, 1.0))
         self.over.set()
         for worker in self.workers:
