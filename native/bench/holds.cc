@@ -60,6 +60,28 @@ struct House {
   void fill(uint32_t ttl_s = 0) {
     for (uint64_t i = 0; i < blocks; ++i) KV_INVARIANT(put(ttl_s) == Grant::Granted);
   }
+  // As many as one message has.
+  void batches() {
+    std::vector<Key> keys;
+    for (uint64_t i = 0; i < kMaxKeysPerMessage; ++i) keys.push_back(key(next - 1 - mixed(i) % blocks));
+    measure("20 touches of 1,024 blocks", [&] {
+      for (int i = 0; i < 20; ++i) store->touch(keys);
+    });
+    std::vector<std::vector<Seal>> seals;
+    measure("20 creates of 1,024 blocks", [&] {
+      for (int i = 0; i < 20; ++i) {
+        std::vector<CreateItem> items;
+        for (uint64_t k = 0; k < kMaxKeysPerMessage; ++k) items.push_back({.key = key(next++), .tokens = 3072});
+        auto& sealed = seals.emplace_back();
+        for (const Granted& granted : store->create({.owner = owner, .layout = layout, .items = items}))
+          if (granted.status == Grant::Granted) sealed.push_back({granted.handle});
+        store->finish_claims();
+      }
+    });
+    measure("20 seals of 1,024 blocks", [&] {
+      for (const auto& sealed : seals) store->seal(owner, sealed), store->make_room_ahead();
+    });
+  }
   // Every block pinned, by one client.
   std::unique_ptr<Page> pin_all() {
     auto page = std::make_unique<Page>(*store, static_cast<uint32_t>(blocks));
@@ -119,5 +141,7 @@ int main(int argc, char** argv) {
     pages.clear();
     house.measure("a tick that reaps them", [&] { house.store->tick(); });
   }
+  house.fill();
+  house.batches();
   return 0;
 }

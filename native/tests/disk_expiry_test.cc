@@ -103,5 +103,30 @@ TEST(a_block_put_for_ever_does_not_end_with_a_file_that_was_only_listed) {
   }
 }
 
+// There was no memory for it, so nothing took the file's place.
+TEST(a_put_that_is_refused_leaves_the_file_where_it_is) {
+  for (const bool listed : {false, true})
+    for (const uint32_t ttl_s : {0u, 1000u}) {
+      DiskRig rig;
+      CHECK(rig.put(1, kDefaultPriority, 5000) && test::touch(*rig.store, key(1)));
+      CHECK(eventually([&] { return rig.on_disk_as_well(1); }));
+      if (listed) rig.restart(false);
+      std::vector<Handle> open;
+      for (uint64_t i = 1000;; ++i) {
+        const CreateItem item{.key = key(i), .tokens = 1};
+        const Granted granted = rig.store->create({rig.owner, rig.layout, kDefaultPriority, 0, {&item, 1}})[0];
+        if (granted.status != Grant::Granted) break;
+        open.push_back(granted.handle);
+      }
+      CHECK_EQ(rig.presence(1), Presence::OnDisk);
+      CHECK(!rig.put(1, kDefaultPriority, ttl_s));
+      CHECK_EQ(rig.presence(1), Presence::OnDisk);
+      for (const Handle handle : open) CHECK(rig.store->abort(rig.owner, handle) == Done::Ok);
+      rig.store->settle();
+      CHECK(rig.load(1) && rig.right(1));
+      rig.store->check_integrity();
+    }
+}
+
 }  // namespace
 }  // namespace kv

@@ -141,6 +141,23 @@ TEST(the_next_daemon_honours_what_was_given_and_no_more) {
   rig.store->check_integrity();
 }
 
+// A page that says, before a restart, that all its user may hold was given to it, where others hold the rest.
+TEST(a_page_that_lies_to_the_next_daemon_takes_nothing_from_others) {
+  Full rig;
+  Page hostile(*rig.store, 8192, kStranger, true), honest(*rig.store, 8192, kOther);
+  CHECK_EQ(pin(rig, honest, 0, kBlocks * 6 / 8).size(), kBlocks * 6 / 8);
+  rig.fill(hostile, kBlocks / 4);
+  rig.head(hostile)->allowance.store(PinAllowance{kBlocks / 4, 2}.pack());
+  for (int restarts = 0; restarts < 2; ++restarts) {
+    rig.restart();
+    CHECK_EQ(rig.refused(3000), 0);
+    uint64_t lost = 0;
+    for (uint64_t i = 0; i < kBlocks * 6 / 8; ++i) lost += !rig.resident(i);
+    CHECK_EQ(lost, 0u);
+  }
+  rig.store->check_integrity();
+}
+
 // Of a reader that believes in its pin and a daemon that takes back what is not used one sees the other. Method: both at once,
 // over one word. While the store says that the reader may hold nothing, it must not believe that it holds something.
 TEST(no_pin_is_believed_in_that_was_taken_back) {
@@ -205,17 +222,14 @@ TEST(a_page_takes_the_memory_that_its_pins_need) {
   rig.store->check_integrity();
 }
 
-// It takes the words that its page has, and nobody takes them back.
-TEST(a_client_that_cannot_ask_has_its_part_from_the_start) {
-  Full rig;
-  Page old(*rig.store, 8192, kStranger, true, false), newer(*rig.store, 8192, kStranger, true);
-  std::vector<uint32_t> slots;
-  for (uint64_t i = 0; i < kBlocks; ++i)
-    if (const uint32_t slot = old.pin(rig.handle(i)); slot != PinBoard::kNoSlot) slots.push_back(slot);
-  CHECK_EQ(slots.size(), kBlocks / 8);
-  old.board->clear(slots);
-  CHECK_EQ(pin(rig, newer, 1000, kBlocks).size(), kBlocks / 8);
-  for (uint64_t i = 0; i < kBlocks / 8; ++i) CHECK(old.pin(rig.handle(i)) != PinBoard::kNoSlot);
-  CHECK_EQ(rig.refused(3000), 0);
-  for (uint64_t i = 0; i < kBlocks / 8; ++i) CHECK(rig.resident(i));
+// What it was given once would be of blocks of any length, also of longer ones than there are yet.
+TEST(who_cannot_ask_is_no_other_user) {
+  Rig rig(kBlocks * 2 * kPageBytes, 2 * kBlocks);
+  std::optional<Page> old;
+  CHECK(thrown([&] { old.emplace(*rig.store, 8192, kStranger, true, false); }) == Code::IncompatibleVersion);
+  for (uint64_t i = 0; i < kBlocks / 32; ++i) CHECK(rig.put(i, 64) == Grant::Granted);
+  for (uint64_t i = 0; i < kBlocks / 32 && old; ++i) old->pin(rig.handle(i));
+  CHECK(rig.put(100'000, 64) == Grant::Granted);
+  Page mine(*rig.store, 8192, ::geteuid(), false, false);  // which has no bound
+  for (uint64_t i = 1; i < kBlocks / 32; ++i) CHECK(mine.pin(rig.handle(i)) != PinBoard::kNoSlot);
 }

@@ -1,7 +1,9 @@
 // Goal: the session socket believes no peer and waits for none. Method: raw sockets that send what no client would, and an honest
 // client beside them that must notice nothing.
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/epoll.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -9,6 +11,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <filesystem>
 #include <random>
 #include <thread>
 
@@ -72,8 +75,14 @@ class Raw {
 };
 
 // What the server's thread does while strangers knock.
-std::atomic<bool> held_up{false};
-std::atomic<int> accepted_in_turn{0}, most_in_a_turn{0};
+std::atomic<bool> held_up{false}, sessions_held_up{false};
+std::atomic<int> accepted_in_turn{0}, most_in_a_turn{0}, most_attached_in_a_turn{0}, passed_on{0};
+thread_local int attached_in_turn = 0;
+
+bool serves_sessions() {
+  char name[16] = {};
+  return ::pthread_getname_np(::pthread_self(), name, sizeof name) == 0 && std::strcmp(name, "kv-sessions") == 0;
+}
 
 constexpr uint16_t status(Code code) { return static_cast<uint16_t>(1 + static_cast<int>(code)); }
 
@@ -82,14 +91,43 @@ constexpr uint16_t status(Code code) { return static_cast<uint16_t>(1 + static_c
 #ifndef KV_TSAN  // whose runtime has these names itself
 // In libc's place: the server's turns are counted, and a turn does not begin before all have knocked.
 extern "C" int epoll_wait(int epoll, epoll_event* events, int most, int timeout_ms) {
-  while (held_up.load()) std::this_thread::yield();
-  accepted_in_turn.store(0);
+  while (held_up.load() || (sessions_held_up.load() && serves_sessions())) std::this_thread::yield();
+  accepted_in_turn.store(0), attached_in_turn = 0;
   return static_cast<int>(::syscall(SYS_epoll_pwait, epoll, events, most, timeout_ms, nullptr, 8));
 }
 extern "C" int accept4(int listener, sockaddr* address, socklen_t* length, int flags) {
   const auto fd = static_cast<int>(::syscall(SYS_accept4, listener, address, length, flags));
   if (fd >= 0) most_in_a_turn.store(std::max(most_in_a_turn.load(), ++accepted_in_turn));
   return fd;
+}
+
+extern "C" int epoll_ctl(int epoll, int operation, int fd, epoll_event* event) noexcept {
+  passed_on += operation == EPOLL_CTL_DEL;
+  return static_cast<int>(::syscall(SYS_epoll_ctl, epoll, operation, fd, event));
+}
+extern "C" int flock(int fd, int operation) noexcept {  // of a new session's page, once
+  if (serves_sessions()) most_attached_in_a_turn.store(std::max(most_attached_in_a_turn.load(), ++attached_in_turn));
+  return static_cast<int>(::syscall(SYS_flock, fd, operation));
+}
+
+// Fails if all that have come are attached at once.
+TEST(however_many_attach_others_are_served_between) {
+  Daemon daemon(16 * kMiB, 256, 64);
+  auto honest = daemon.client();
+  honest->touch(std::vector<Key>{key(1)});
+  most_attached_in_a_turn.store(0), passed_on.store(0), sessions_held_up.store(true);
+  std::vector<uint8_t> message;
+  protocol::Attach wanted{};
+  wanted.version = protocol::kVersion, wanted.max_pins = 64;
+  std::memcpy(wanted.name, "test", 4);
+  protocol::append(message, protocol::Request{protocol::kMagic, static_cast<uint16_t>(Op::Attach), 0, 1, 1});
+  protocol::append(message, wanted);
+  std::vector<Raw> attaching;
+  for (int i = 0; i < 30; ++i) CHECK(attaching.emplace_back(daemon.path).send(message));
+  CHECK(eventually([&] { return passed_on.load() == 2 * 30; }));  // the sockets and the processes
+  sessions_held_up.store(false);
+  for (Raw& raw : attaching) CHECK(raw.answer() == protocol::kOk);
+  CHECK(most_attached_in_a_turn.load() <= 2);
 }
 
 TEST(however_many_knock_others_are_served_between) {
@@ -205,6 +243,27 @@ TEST(a_client_that_does_not_read_is_dropped_and_delays_nobody) {
   CHECK(sent < 10'000);
   CHECK_EQ(honest->touch(std::vector<Key>{key(1)}), 1u);
   CHECK(eventually([&] { return daemon.stats().sessions == 1; }));
+}
+
+// It cuts its page short and lets go of it, so that nothing is left of its session but the connection. A daemon that takes the
+// session for granted there ends.
+TEST(who_asks_on_behind_the_end_of_its_session_is_refused) {
+  Daemon daemon;
+  Raw raw(daemon.path);
+  CHECK(raw.attach(64, protocol::kVersion, "test", true) ==
+        protocol::kOk);  // its page goes with the descriptors it does not take
+  for (const auto& entry : std::filesystem::directory_iterator(daemon.rig.segments.directory))
+    if (entry.path().filename().string().starts_with("p.s.")) CHECK_EQ(::truncate(entry.path().c_str(), 0), 0);
+  CHECK(eventually([&] { return daemon.rig.segments.session_files() == 1; }));  // the socket
+  std::vector<uint8_t> terms, device, pins;
+  protocol::append(terms, protocol::PinsOnTerms{0, 1000, 0});
+  protocol::append(device, protocol::DeviceMemory{1, 0});
+  protocol::append(pins, protocol::PinsWanted{8, 1});
+  for (const auto& [op, body] : {std::pair(Op::PinTerms, terms), {Op::Device, device}, {Op::AllowPins, pins}}) {
+    const auto answer = raw.ask(op, 1, body);
+    CHECK(!answer || answer == protocol::kOk || answer == status(Code::FailedPrecondition));
+  }
+  daemon.client()->touch(std::vector<Key>{key(1)});
 }
 
 TEST(no_more_sessions_than_allowed_and_a_place_is_free_again) {

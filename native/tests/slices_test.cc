@@ -3,7 +3,9 @@
 //
 // Rules proven by removal (failed checks of one run): flush gives way: 1; expiry gives way: 1; a create looks after a few ended
 // sessions: 1.
+#include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <thread>
 
 #include "core/base/slices.h"
@@ -45,6 +47,22 @@ TEST(a_flush_gives_the_lock_away) {
   CHECK_EQ(rig.store->flush(), kBlocks);
   CHECK(StoreTest::gave_way(*rig.store) - before >= kBlocks / kMostAtOnce);
   CHECK_EQ(rig.store->stats().blocks, 0u);
+  rig.store->check_integrity();
+}
+
+TEST(a_message_about_many_blocks_gives_the_lock_away) {
+  Rig rig(kBlocks * 2 * kPageBytes, 2 * kBlocks);
+  std::vector<uint64_t> numbers(kMaxKeysPerMessage);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  const uint64_t before = StoreTest::gave_way(*rig.store);
+  const std::vector<Granted> granted = rig.create(numbers, 2);
+  const uint64_t created = StoreTest::gave_way(*rig.store);
+  CHECK(created - before >= numbers.size() / kMostAtOnce);
+  std::vector<Key> keys;
+  for (const uint64_t i : numbers) keys.push_back(key(i)), CHECK(rig.seal(granted[i].handle) == Done::Ok);
+  const std::vector<bool> touched = rig.store->touch(keys);
+  CHECK_EQ(std::ranges::count(touched, true), static_cast<ptrdiff_t>(keys.size()));
+  CHECK(StoreTest::gave_way(*rig.store) - created >= keys.size() / kMostAtOnce);
   rig.store->check_integrity();
 }
 

@@ -30,16 +30,16 @@ std::string hex(const Id& id) {
 }
 
 SessionFile SessionFile::create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
-                                uint32_t max_pins, SessionHolder holder, uint32_t slots, uint32_t protocol) {
+                                uint32_t max_pins, SessionHolder holder, PinAllowance allowance, uint32_t protocol) {
   SessionFile file;
-  char number[32];
-  std::snprintf(number, sizeof number, "%08x.%x%c.", session, holder.uid, holder.read_only ? 'r' : 'w');
+  char number[48];
+  std::snprintf(number, sizeof number, "%08x.%x%c.%lx.", session, holder.uid, holder.read_only ? 'r' : 'w', allowance.pack());
   file.path_ = directory + "/" + prefix + ".s." + number + hex(random_id());
   file.locked_ = Fd(::open(file.path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!file.locked_) throw Error(Code::Unavailable, errno_text("creating session file " + file.path_));
   const uint64_t bytes = session_file_bytes(max_pins);
   try {
-    const uint64_t taken = session_file_bytes(std::min(slots, max_pins));
+    const uint64_t taken = session_file_bytes(std::min(allowance.slots, max_pins));
     int error = ::ftruncate(file.locked_.get(), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
     if (!error) error = ::posix_fallocate(file.locked_.get(), 0, static_cast<off_t>(taken));
     if (error)
@@ -112,6 +112,26 @@ std::optional<SessionHolder> SessionFile::holder_in(const std::string& name) {
   const unsigned long uid = std::strtoul(name.c_str() + begin, &digits, 16);
   if (digits != name.c_str() + end - 1 || (mode != 'r' && mode != 'w') || uid > UINT32_MAX) return std::nullopt;
   return SessionHolder{static_cast<uint32_t>(uid), mode == 'r'};
+}
+
+// The part before the last, which is the random one.
+std::optional<PinAllowance> SessionFile::named_allowance() const {
+  const size_t end = path_.rfind('.'), begin = path_.rfind('.', end - 1) + 1;
+  char* digits = nullptr;
+  const unsigned long word = std::strtoul(path_.c_str() + begin, &digits, 16);
+  if (begin == end || digits != path_.c_str() + end) return std::nullopt;
+  return PinAllowance::unpack(word);
+}
+
+bool SessionFile::name_allowance(PinAllowance allowance) {
+  const size_t end = path_.rfind('.');
+  const size_t begin = named_allowance() ? path_.rfind('.', end - 1) : end;
+  char word[24];
+  std::snprintf(word, sizeof word, ".%lx", allowance.pack());
+  std::string path = path_.substr(0, begin) + word + path_.substr(end);
+  if (::rename(path_.c_str(), path.c_str()) != 0) return false;
+  path_ = std::move(path);
+  return true;
 }
 
 uint32_t SessionFile::pins_end(uint32_t slots) const {

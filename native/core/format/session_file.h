@@ -36,15 +36,18 @@ constexpr uint64_t session_file_bytes(uint32_t max_pins) { return kPinsOffset + 
 
 class SessionFile {
  public:
-  // Makes "<directory>/<prefix>.s.<session>.<user><r|w>.<random>", 0600, filled and locked; the locked descriptor is taken by
-  // take_locked().
+  // Makes "<directory>/<prefix>.s.<session>.<user><r|w>.<allowance>.<random>", 0600, filled and locked; the locked descriptor is
+  // taken by take_locked().
   static SessionFile create(const std::string& directory, const std::string& prefix, const Id& pool_id, uint32_t session,
-                            uint32_t max_pins, SessionHolder holder = {}, uint32_t slots = ~0u, uint32_t protocol = 0);
+                            uint32_t max_pins, SessionHolder holder = {}, PinAllowance allowance = {~0u}, uint32_t protocol = 0);
   // Takes memory for so many words; without it touching them could end the program, where the file system is full. False: it is.
   bool reserve(uint32_t slots);
   // The session that the name of a page says, without "<prefix>.s."; ~0 if it says none.
   static uint32_t number_in(const std::string& name);
   static std::optional<SessionHolder> holder_in(const std::string& name);  // none: a name of a daemon before 2026-11-25
+  // What the daemon gave last, which its client's word in the page may not be. None: a name of a daemon before 2026-11-29.
+  std::optional<PinAllowance> named_allowance() const;
+  bool name_allowance(PinAllowance allowance);  // for the next daemon. False: the name cannot be changed
   // Opens one left by an earlier daemon. Throws InvalidArgument if it is not a page of this pool, of this user, 0600, one link.
   static SessionFile open(const std::string& path, const Id& pool_id);
 

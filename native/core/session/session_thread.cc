@@ -17,6 +17,7 @@ namespace kv {
 namespace {
 
 constexpr int kMessagesAtOnce = 64;
+constexpr size_t kArrivalsAtOnce = 2;  // as long as many puts, and whoever knocks knocks with all it may have
 
 }  // namespace
 
@@ -112,21 +113,26 @@ void SessionThread::run() {
     if (connections_.size() < connected) next_tick = 0;
     // Last: a new connection may get the number of one that was closed above, and with it an event of this batch that was meant
     // for the other. And who hung up before it came back has left by then.
-    if (woken && !news()) return;
-    if (woken) next_tick = 0;
+    const News told = woken ? news() : News::More;
+    if (told == News::Stop) return;
+    if (told == News::Some) next_tick = 0;
   }
 }
 
-bool SessionThread::news() {
+SessionThread::News SessionThread::news() {
   uint64_t count;
   if (::read(wake_.get(), &count, sizeof count) < 0) KV_INVARIANT(errno == EAGAIN);
   std::vector<Arrival> arrivals;
   std::optional<Tenant> tenant;
+  bool more;
   {
     std::lock_guard lock(news_mutex_);
-    if (stopping_) return false;
-    arrivals.swap(arrivals_), tenant.swap(new_tenant_);
+    if (stopping_) return News::Stop;
+    for (; !arrivals_.empty() && arrivals.size() < kArrivalsAtOnce; arrivals_.pop_front())
+      arrivals.push_back(std::move(arrivals_.front()));
+    tenant.swap(new_tenant_), more = !arrivals_.empty();
   }
+  if (more) wake();
   if (tenant) {
     tenant_ = *std::move(tenant);
     std::vector<int> leaving;
@@ -135,7 +141,7 @@ bool SessionThread::news() {
     for (int fd : leaving) close(fd);
   }
   for (Arrival& arrival : arrivals) admit(std::move(arrival));
-  return true;
+  return more ? News::More : News::Some;
 }
 
 // If it has the right that it attached with.

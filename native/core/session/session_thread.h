@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -57,7 +58,8 @@ class SessionThread {
  private:
   void run();
   void wake();
-  bool news();                         // false: the thread ends
+  enum class News { Stop, Some, More };
+  News news();                         // More: there are others, for which it rings again
   bool serve(Connection& connection);  // false: no message had come
   bool serve_mailbox(Connection& connection);
   bool serve_last();
@@ -96,7 +98,7 @@ class SessionThread {
   std::atomic<uint64_t> steps_aside_{0};
   std::array<LatencyHistogram, static_cast<size_t>(protocol::Op::kLast)> latencies_;
   std::mutex news_mutex_;  // guards what others leave for the thread
-  std::vector<Arrival> arrivals_;
+  std::deque<Arrival> arrivals_;
   std::optional<Tenant> new_tenant_;
   bool stopping_ = false;
   std::thread thread_;

@@ -129,12 +129,17 @@ bool Store::is_claimable(const CreateRequest& request, const Key& key, double no
     counters_.expired += 1;
     found = Index::kAbsent;
   }
-  if (draining_) return false;
-  if (found != Index::kAbsent && !request.loaded && !file_lives_for(found, request.ttl_s))
-    delete_disk_record(found), found = Index::kAbsent;
-  if (found != Index::kAbsent && !request.loaded && shape_of(found).tokens == 0)  // nobody has read until when its file lives
-    drop_disk_record(found, Event::Evict), found = Index::kAbsent;
-  return true;
+  return !draining_;
+}
+
+// The record on disk, if there is one, of a block that has its memory now: it makes way. True if its file is the block's as well,
+// for the bytes of a key are always the same.
+bool Store::take_over_file(const CreateRequest& request, uint32_t found) {
+  if (found == Index::kAbsent) return false;
+  if (!request.loaded && !file_lives_for(found, request.ttl_s)) return delete_disk_record(found), false;
+  const bool known = request.loaded || shape_of(found).tokens != 0;  // else nobody has read until when its file lives
+  drop_disk_record(found, Event::Delete);
+  return known;
 }
 
 // Writes down a CREATED block in the first free record, whose memory it has already. False: a bucket chain is full, as rare as
@@ -145,9 +150,8 @@ bool Store::enter(const CreateRequest& request, const CreateItem& item, uint32_t
   Record& r = index_.record(record);
   Upkeep& u = index_.upkeep(record);
   blocks_.free_head = u.link.load(std::memory_order_relaxed);
-  const bool on_disk = found != Index::kAbsent;  // the bytes of a key are always the same: its file stays good
-  const double kept_rank = on_disk ? rank(found) : 0;
-  if (on_disk) drop_disk_record(found, Event::Delete);
+  const double kept_rank = found != Index::kAbsent ? rank(found) : 0;
+  const bool on_disk = take_over_file(request, found);
   {
     Writing writing(r.sequence);
     u.owner.store(request.owner, std::memory_order_relaxed);
@@ -180,9 +184,13 @@ bool Store::enter(const CreateRequest& request, const CreateItem& item, uint32_t
 // claimed together and sealed as they are computed, and the later ones should not outlive those before them for that.
 void Store::grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out) {
   uint32_t found;
+  bool file_goes = false;  // and no record tells of it
   if (!is_claimable(request, item.key, now, out, found)) return;
   if (blocks_.free_head == Index::kAbsent && disk_.spare_records()) {
-    if (disk_.blocks.size() && disk_.blocks.least().record == found) found = Index::kAbsent;
+    if (disk_.blocks.size() && disk_.blocks.least().record == found) {
+      file_goes = !request.loaded && !file_lives_for(found, request.ttl_s);
+      found = Index::kAbsent;
+    }
     free_spare_record();
   }
   if (blocks_.free_head == Index::kAbsent) return;
@@ -197,6 +205,7 @@ void Store::grant(const CreateRequest& request, const CreateItem& item, const Kn
     pins_.add_zombie(record);  // whoever makes room finds it
     return;
   }
+  if (file_goes) file_must_go(item.key);
   counters_.creates += 1;
   const uint64_t generation = control(record).generation();
   out = {Grant::Granted, {record, generation}, extent};
@@ -214,19 +223,21 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   if (request.priority > kMaxPriority) throw Error(Code::InvalidArgument, limit_text("priority", request.priority, kMaxPriority));
   const Entry entry(*this);
   check_pool();
-  auto owner_of_request = [&]() REQUIRES(mutex_) -> Session& {
-    const auto found = sessions_.find(request.owner);
-    if (found == sessions_.end() || found->second->ended) throw Error(Code::FailedPrecondition, "no such session");
-    return *found->second;
-  };
-  Session* owner = &owner_of_request();
+  Session* owner = &session_of(request.owner);
   const LayoutTable::Known known = layouts_.by_id(request.layout);
   const Layout& layout = known->layout;
   check_items(request.items, layout, pool_.capacity());
   std::vector<Granted> out(request.items.size());
   const double now = use_now();
+  auto still_there =
+      [&]()
+          REQUIRES(mutex_) {  // the lock was given away: its session's end takes what was granted to it, a layout's went with it
+            owner = &session_of(request.owner);
+            static_cast<void>(layouts_.by_id(request.layout));
+          };
   auto attempt = [&]() REQUIRES(mutex_) {
     std::vector<size_t> missing;
+    Slice slice(kSlice);
     for (size_t i = 0; i < std::min(kAhead, out.size()); ++i) index_.prefetch_bucket(request.items[i].key);
     for (size_t i = 0; i < out.size(); ++i) {
       if (i + kAhead < out.size()) index_.prefetch_bucket(request.items[i + kAhead].key);
@@ -234,15 +245,10 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
       grant(request, request.items[i], *known, now, out[i]);
       if (out[i].status == Grant::Granted) add_unsealed(*owner, out[i].handle.record);
       if (out[i].status == Grant::NoSpace) missing.push_back(i);
+      if (slice.over()) mutex_.give_way(), still_there(), slice.again();
     }
     return missing;
   };
-  auto still_there =
-      [&]()
-          REQUIRES(mutex_) {  // the lock was given away: its session's end takes what was granted to it, a layout's went with it
-            owner = &owner_of_request();
-            static_cast<void>(layouts_.by_id(request.layout));
-          };
   std::vector<size_t> missing = attempt();
   // The arena's frontier, not the pool's: a step that another thread has just taken may not have reached the arena yet.
   while (!missing.empty() && !draining_ && index_.header().frontier.load(std::memory_order_relaxed) < pool_.capacity()) {

@@ -147,7 +147,7 @@ class Store {
   size_t left_sessions(uint32_t uid) const { return left_.of(uid); }  // a user's that ended, locked at the last look. No lock
   void reap_left_sessions();                                          // such a look, in slices
   // A client's, and its locked page. By the session protocol's version that it speaks it asks for more pins when it needs them,
-  // and knows every slot for layouts. Throws InvalidArgument for max_pins, IncompatibleVersion for layouts that it would misread.
+  // and knows every slot for layouts. Throws InvalidArgument for max_pins, IncompatibleVersion: too old for a layout, or a user.
   std::pair<uint32_t, Fd> open_session(uint32_t max_pins, uint32_t pid, uint32_t uid, bool read_only = false,
                                        uint32_t protocol = protocol::kVersion);
   PinAllowance allow_pins(uint32_t session, uint32_t slots, uint32_t pages);  // in use and wanted, of the longest block
@@ -208,7 +208,8 @@ class Store {
   void grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out)
       REQUIRES(mutex_);
   bool grow_pool() REQUIRES(mutex_);  // gives the lock away
-  bool file_lives_for(uint32_t record, uint32_t ttl_s) const;
+  bool file_lives_for(uint32_t record, uint32_t ttl_s) const,
+      take_over_file(const CreateRequest& request, uint32_t found) REQUIRES(mutex_);
   static bool servable(State state, uint8_t flags);
   void transition(uint32_t record, Event event, State to, uint8_t flags) REQUIRES(mutex_);
   void publish_progress(uint32_t record, Phase phase) REQUIRES(mutex_);
@@ -224,7 +225,6 @@ class Store {
   // Of two victims the one with less goes first. What is due for the disk is worth more than all that is not: lost, it is lost.
   double worth(uint32_t record) const { return rank(record) * (control(record).flags() & kFlagQueued ? kDueWorth : 1); }
   void place(uint32_t record) REQUIRES(mutex_);
-
   // store_region.cc
   bool has_two_records() REQUIRES(mutex_);
   bool is_open_run(uint32_t record, uint32_t owner) REQUIRES(mutex_);
@@ -245,7 +245,6 @@ class Store {
   double add_use(uint32_t record, double now);
   double uses(uint32_t record) const REQUIRES(mutex_);
   void use(uint32_t record, double now) REQUIRES(mutex_);
-
   // store_layouts.cc
   const Layout& layout_of(uint32_t slot) const REQUIRES(mutex_);  // of a block
   bool older_readers() REQUIRES(mutex_);
@@ -299,7 +298,7 @@ class Store {
   static bool is_budgeted(uint32_t uid);  // not root's, not the daemon's own user's
   uint64_t charge(const Session& session) const REQUIRES(mutex_);
   PinsLeft left_for(const Session& session) const REQUIRES(mutex_);
-  PinAllowance first_allowance(const Session& session, uint32_t max_pins) const REQUIRES(mutex_);
+  static PinAllowance first_allowance(const Session& session, uint32_t max_pins);
   bool set_allowance(Session& session, PinAllowance to) REQUIRES(mutex_);
   void recall(Session& session) REQUIRES(mutex_);
   void adopt_allowances() REQUIRES(mutex_);
@@ -330,6 +329,7 @@ class Store {
   bool is_current(const Expiry& entry) const;  // about the block that lies in the record now
   void set_expiry(uint32_t record, uint32_t second) REQUIRES(mutex_);
   void remember_expiry(uint32_t record) REQUIRES(mutex_);
+  Session& session_of(uint32_t id) REQUIRES(mutex_);  // throws FailedPrecondition: it has ended, or there is none
   void end_session_locked(Session& session) REQUIRES(mutex_), end_truncated_sessions() REQUIRES(mutex_);
   void add_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void drop_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);

@@ -2,9 +2,10 @@
 //
 // Nobody can take memory back from a process that maps it, so nothing is revoked: what is beyond the budget is never given. A
 // session holds only what its allowance covers (so many words of its page, each a block of so many pages), which is the daemon's
-// word; a pin beyond it is passed over, whoever wrote it. A client asks for more when it needs it, and what others of its user
-// do not use is taken back for that, by the same meeting of fences as a pin: the daemon writes less, fences, and looks at the
-// words; the client writes its pin, fences, and looks at the allowance. One of the two sees the other.
+// word, and stands in the name of the page's file for the next daemon; a pin beyond it is passed over, whoever wrote it. A client
+// asks for more when it needs it, and what others of its user do not use is taken back for that, by the same meeting of fences as
+// a pin: the daemon writes less, fences, and looks at the words; the client writes its pin, fences, and looks at the allowance.
+// One of the two sees the other.
 //
 // A page's words have memory as far as the allowance goes, also where there is no budget: of the daemon's own user and root.
 // Invariant: the allowances of a user's sessions, slots times pages, are within its budget together, and those of all users
@@ -28,7 +29,8 @@ uint64_t less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
 }  // namespace
 
-// What it may hold, in pages. A client that cannot ask holds blocks of any length: as long as there have been.
+// What it may hold, in pages. A client that cannot ask holds blocks of any length: as long as there have been. It is the daemon's
+// own user's, for longer blocks may come; or another's that an older daemon let in.
 uint64_t Store::charge(const Session& session) const {
   const PinAllowance& a = session.allowance;
   return a.slots * (a.pages == PinAllowance::kAnyPages ? blocks_.longest_pages : a.pages);
@@ -48,27 +50,30 @@ Store::PinsLeft Store::left_for(const Session& session) const {
   return {std::min(less(most, of_user), less(part * kUsersParts, users)), less(kUserPins, pins)};
 }
 
-// Of another user who can ask begins with nothing; who cannot has half of what is left, for good.
-PinAllowance Store::first_allowance(const Session& session, uint32_t max_pins) const {
-  if (!session.budgeted) return {session.asks ? std::min(max_pins, kFirstSlots) : max_pins, PinAllowance::kAnyPages};
-  if (session.asks) return {};
-  const PinsLeft left = left_for(session);
-  const uint64_t slots = std::min({uint64_t{max_pins}, left.pages / blocks_.longest_pages / 2, left.pins / 2});
-  return {static_cast<uint32_t>(std::max<uint64_t>(slots, 1)), PinAllowance::kAnyPages};
+// Of another user it begins with nothing.
+PinAllowance Store::first_allowance(const Session& session, uint32_t max_pins) {
+  if (session.budgeted) return {};
+  return {session.asks ? std::min(max_pins, kFirstSlots) : max_pins, PinAllowance::kAnyPages};
 }
 
-// False: it has pins that the new one would not cover, and keeps what it had.
+// False: it has pins that the new one would not cover, and keeps what it had. The next daemon goes by the file's name, so more is
+// given only once it stands there, and less stands there only once nobody may use more.
 bool Store::set_allowance(Session& session, PinAllowance to) {
-  const PinAllowance from = session.allowance;
-  session.file->allowance().store(to.pack(), std::memory_order_release);
-  if (to.slots < from.slots || to.pages < from.pages) {
+  const auto named = [&](PinAllowance allowance) { return !session.budgeted || session.file->name_allowance(allowance); };
+  const PinAllowance from = session.allowance, least{std::min(from.slots, to.slots), std::min(from.pages, to.pages)};
+  if (least != from) {
+    session.file->allowance().store(least.pack(), std::memory_order_release);
     fence_full();
     const uint32_t used = session.file->pins_end(from.slots);
-    if (used > to.slots || (used && to.pages < from.pages)) {
+    if (used > to.slots || (used && to.pages < from.pages) || !named(least)) {
       session.file->allowance().store(from.pack(), std::memory_order_release);
       return false;
     }
+    session.allowance = least;
   }
+  if (to == least) return true;
+  if (!named(to)) return false;
+  session.file->allowance().store(to.pack(), std::memory_order_release);
   session.allowance = to;
   return true;
 }
@@ -110,8 +115,9 @@ PinAllowance Store::allow_pins(uint32_t id, uint32_t slots, uint32_t pages) {
   return session.allowance;
 }
 
-// Of sessions that an earlier daemon opened: what their pages say, as far as their users' budgets go, in the order of the
-// sessions. Where a page says more than that daemon gave, its user has written there, and that user's sessions alone lose by it.
+// Of sessions that an earlier daemon opened: what it gave them, as their files' names say. Where one says nothing (of a daemon
+// before 2026-11-29) its page is believed, as far as its user's budget goes, in the order of the sessions; a page that says more
+// than was given takes it from others then.
 void Store::adopt_allowances() {
   for (auto& [id, session] : sessions_) session->allowance = {};
   for (auto& [id, session] : sessions_) {
@@ -122,12 +128,14 @@ void Store::adopt_allowances() {
       session->allowance = {said ? std::min(PinAllowance::unpack(said).slots, most) : most, PinAllowance::kAnyPages};
       continue;
     }
-    session->allowance = PinAllowance::unpack(said);
+    const std::optional<PinAllowance> named = session->file->named_allowance();
+    session->allowance = named.value_or(PinAllowance::unpack(said));
     session->asks = session->allowance.pages != PinAllowance::kAnyPages;
     session->allowance.slots = std::min(session->allowance.slots, most);
     const PinsLeft left = left_for(*session);
-    if (charge(*session) > left.pages || session->allowance.slots > left.pins) session->allowance = {};
+    if (!named && (charge(*session) > left.pages || session->allowance.slots > left.pins)) session->allowance = {};
     session->file->allowance().store(session->allowance.pack(), std::memory_order_release);
+    if (!named) session->file->name_allowance(session->allowance);
   }
 }
 

@@ -52,7 +52,9 @@ std::vector<bool> Store::touch(std::span<const Key> keys) {
   const Entry entry(*this);
   const double now = use_now();
   std::vector<bool> out;
+  Slice slice(kSlice);
   for (const Key& key : keys) {
+    if (slice.over()) mutex_.give_way(), slice.again();
     const uint32_t record = index_.find_exclusive(key);
     out.push_back(record != Index::kAbsent && control(record).state() == State::Sealed &&
                   !expired(index_.record(record).expiry_s.load(std::memory_order_relaxed)));

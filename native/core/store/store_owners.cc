@@ -15,7 +15,7 @@ namespace kv {
 void Store::set_pin_terms(uint32_t id, const PinTerms& terms) {
   KV_INVARIANT(terms.owner == PinOwner::Client || terms.owner == PinOwner::Engine);
   const Entry entry(*this);
-  sessions_.at(id)->terms = terms;
+  session_of(id).terms = terms;
 }
 
 bool Store::ask_pins_back(uint32_t id) {
@@ -75,7 +75,7 @@ bool Store::look_after_terms() {
 
 void Store::give_to_device(uint32_t id, bool writes) {
   const Entry entry(*this);
-  Session& session = *sessions_.at(id);
+  Session& session = session_of(id);
   if (!session.file) return;
   const uint64_t process = writes ? process_identity(session.pid) : 0;
   if (writes && !process)

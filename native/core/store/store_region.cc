@@ -118,8 +118,7 @@ RegionChange Store::publish_one(const CreateRequest& request, const Publish& ite
 std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span<const Publish> items) {
   const Entry entry(*this);
   check_pool();
-  const auto owner = sessions_.find(request.owner);
-  if (owner == sessions_.end() || owner->second->ended) throw Error(Code::FailedPrecondition, "no such session");
+  Session& owner = session_of(request.owner);
   const LayoutTable::Known known = layouts_.by_id(request.layout);
   for (const Publish& item : items)
     if (item.wanted.tokens == 0 || item.wanted.tokens > known->layout.block_tokens ||
@@ -130,7 +129,7 @@ std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span
                                              std::to_string(kPageBytes));
   std::vector<RegionChange> out;
   const double now = use_now();
-  for (const Publish& item : items) out.push_back(publish_one(request, item, *known, *owner->second, now));
+  for (const Publish& item : items) out.push_back(publish_one(request, item, *known, owner, now));
   return out;
 }
 
@@ -194,8 +193,7 @@ RegionChange Store::take_one(const CreateRequest& request, const TakeBack& item,
 std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, std::span<const TakeBack> items) {
   const Entry entry(*this);
   check_pool();
-  const auto owner = sessions_.find(owner_id);
-  if (owner == sessions_.end() || owner->second->ended) throw Error(Code::FailedPrecondition, "no such session");
+  Session& owner = session_of(owner_id);
   const LayoutTable::Known known = layouts_.by_id(layout);
   std::vector<RegionChange> out(items.size(), RegionChange{.status = static_cast<uint8_t>(Back::Gone)});
   for (size_t i = 0; i < items.size(); ++i) {
@@ -215,7 +213,7 @@ std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, s
   for (size_t i = 0; i < items.size(); ++i) {
     if (out[i].status != static_cast<uint8_t>(Back::Held)) continue;
     pins_.asked.remove(items[i].block.record);
-    if (!held.contains(items[i].block.record)) out[i] = take_one(request, items[i], layout_slot(known->id), *owner->second);
+    if (!held.contains(items[i].block.record)) out[i] = take_one(request, items[i], layout_slot(known->id), owner);
   }
   return out;
 }

@@ -20,6 +20,11 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   auto session = std::make_unique<Session>();
   session->holder = {uid, read_only};
   session->budgeted = is_budgeted(uid), session->asks = asks, session->protocol = protocol;
+  if (session->budgeted && !asks)
+    throw Error(Code::IncompatibleVersion,
+                "the client speaks version " + std::to_string(protocol) + " of the session protocol; another user than the " +
+                    "daemon's needs " + std::to_string(protocol::kVersionAsks) + " to " + std::to_string(protocol::kVersion) +
+                    ", from which on a client knows what it may hold");
   uint32_t id;
   {
     const Entry entry(*this);
@@ -30,7 +35,7 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   if (!asks) max_pins = session->allowance.slots;  // it takes what its page has
   // The file is made outside the lock: it takes system calls.
   session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins,
-                                      session->holder, session->allowance.slots, protocol);
+                                      session->holder, session->allowance, protocol);
   session->file->allowance().store(session->allowance.pack(), std::memory_order_release);
   try {
     session->guard = Guard(session->file->mapping(), &session->truncated);
@@ -231,9 +236,15 @@ bool Store::reap_one() {
   return false;
 }
 
+Store::Session& Store::session_of(uint32_t id) {
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end() || found->second->ended) throw Error(Code::FailedPrecondition, "no such session");
+  return *found->second;
+}
+
 Mapping Store::session_page_head(uint32_t id) {
   const Lock lock(mutex_);
-  return sessions_.at(id)->file->head_again();
+  return session_of(id).file->head_again();
 }
 
 uint64_t Store::session_page_bytes(uint32_t id) {
