@@ -42,8 +42,12 @@ TEST(a_directory_that_anybody_could_have_made_first_is_not_believed) {
   CHECK(thrown([&] { connect_to(theirs + "/s", 10, false); }) == Code::NotPermitted);
   CHECK_EQ(::symlink(theirs.c_str(), (open_to_all + "/link").c_str()) | ::lchown((open_to_all + "/link").c_str(), 12345, 1), 0);
   CHECK(thrown([&] { connect_to(open_to_all + "/link/s", 10, false); }) == Code::NotPermitted);
+  const std::string mine = daemon.path.substr(0, daemon.path.rfind('/')) + "/mine";
+  CHECK_EQ(::symlink("tmp/../tmp/run", mine.c_str()), 0);  // this user's, where nobody else may write, to where anybody may
+  CHECK(thrown([&] { connect_to(mine + "/s", 10, false); }) == Code::NotPermitted);
   CHECK_EQ(::chown(theirs.c_str(), 0, 0), 0);
   connect_to(theirs + "/s", 10, false);
+  connect_to(mine + "/s", 10, false);
   CHECK_EQ(::rename((theirs + "/s").c_str(), daemon.path.c_str()), 0);
 }
 

@@ -1,5 +1,7 @@
 // Goal: a client that a child has inherited is its parent's: the child harms nothing that is held through it. Method: a
 // SessionServer and a Client in one process, which forks; the child reports by its exit code.
+#include <dlfcn.h>
+#include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +12,19 @@
 
 using namespace kv;
 using namespace kv::test;
+
+#ifndef KV_TSAN
+namespace {
+std::atomic<bool> stay{false}, stayed{false};  // whoever takes a lock alone now holds it, until told to go on
+}
+
+extern "C" int pthread_rwlock_wrlock(pthread_rwlock_t* lock) noexcept {
+  static const auto real = reinterpret_cast<int (*)(pthread_rwlock_t*)>(::dlsym(RTLD_NEXT, "pthread_rwlock_wrlock"));
+  const int error = real(lock);
+  while (stay.load()) stayed.store(true), std::this_thread::yield();
+  return error;
+}
+#endif
 
 // A handle inherited through fork does nothing in the child. Fails if close() or let_go() clears the pins of a foreign page.
 TEST(a_forked_child_clears_no_pin_of_its_parents) {
@@ -111,6 +126,27 @@ TEST(a_forked_child_ends_no_writer_of_its_parents) {
   writing.join();
   held->seal(all);
   CHECK_EQ(client->touch({&mine, 1}), 1u);
+}
+
+// Forked while a thread of the parent's closes the client. Without foreign() before the lock the child waits for ever.
+TEST(a_forked_child_waits_for_no_close_of_its_parents) {
+  Daemon daemon;
+  auto client = daemon.client();
+  const Key mine = key(1);
+  auto grants = create(*client, {&mine, 1});
+  stay.store(true);
+  std::thread closing([&] { client->close(); });
+  CHECK(eventually([&] { return stayed.load(); }));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(10);
+    ::_exit(thrown([&] { grants->copying(); }) == Code::Closed ? 0 : 1);
+  }
+  int code = 0;
+  ::waitpid(child, &code, 0);
+  CHECK_EQ(code, 0);
+  stay.store(false);
+  closing.join();
 }
 
 // Both find another daemon, the child first: the session is its parent's, whose blocks it would otherwise have given up.

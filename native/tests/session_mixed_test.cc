@@ -123,6 +123,20 @@ TEST(close_waits_for_a_copy_under_way) {
   }
 }
 
+// A block whose layout cannot be read any more is a miss, and no pin stays behind.
+TEST(a_layout_that_was_damaged_leaves_no_pin) {
+  Daemon daemon;
+  auto before = daemon.client();
+  put(*before, key(1), 7);
+  const Mapping table(daemon.rig.segments.table.get(), Store::table_bytes(256, 16 * kMiB), true);
+  LayoutSlot slot(table.data(), 0);
+  slot.change(slot.generation(), std::vector<uint8_t>(64, 0xee));
+  auto after = daemon.client();
+  CHECK_EQ(get(*after, key(1))->hits(), 0u);
+  CHECK_EQ(daemon.stats().pins, 0u);
+  CHECK_EQ(get(*before, key(1))->hits(), 1u);  // which had read it
+}
+
 #ifndef KV_TSAN  // whose runtime knows no threads in a forked child
 TEST(a_child_that_lives_on_keeps_no_session_of_its_parents) {
   Daemon daemon(16 * kMiB, 256, 3);

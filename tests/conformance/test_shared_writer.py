@@ -2,10 +2,15 @@
 back, so no block is sealed half and no other block's memory is written to.
 
 Method: one thread copies many MiB, the other ends the block as soon as the first of its bytes are there. The
-pool has room for one such block, so that what is granted next lies where the copy went.
+pool has room for one such block, so that what is granted next lies where the copy went. Who waits does it
+without the GIL: the daemon that is waited for stands still until another thread tells it to go on.
 """
 
+import contextlib
+import os
+import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,3 +88,78 @@ def test_what_was_ended_takes_no_copy(client):
     ):
         with pytest.raises(kvclient.Closed):
             refused()
+
+
+RECVMSG, FUTEX = "47", "202"
+WAITS = {
+    **{how: copy for how, (_, copy) in COPIES.items()},
+    "mark_layer": lambda writer, source: writer[0].mark_layer(0),
+}
+
+
+class Other(threading.Thread):
+    """Calls it in a thread of its own; `error` is what it raised."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.call, self.error = call, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.call()
+        except kvclient.KVClientError as error:
+            self.error = error
+
+    def waits_in(self, system_call: str) -> bool:
+        if not self.is_alive():
+            return True
+        with contextlib.suppress(OSError):  # it has just ended
+            return Path(f"/proc/self/task/{self.native_id}/syscall").read_text().split()[0] == system_call
+        return True
+
+
+class Stopped:
+    """A client with a writer of one block, and its daemon, which answers nobody until told to go on."""
+
+    def __init__(self, server) -> None:
+        self.client = server.connect(timeout_s=20.0)
+        self.small = self.client.register_layout(SMALL)
+        self.writer = self.client.create([b"a" * 32], self.small)
+        self.writer[0].view  # noqa: B018  (asked for, so that it may be sealed)
+        self.source = np.ones(64, np.uint8)
+        self.pid = server.pid
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def stopped(daemon):
+    made = Stopped(daemon())
+    yield made
+    made.go_on()
+    made.client.close()
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_who_fills_a_block_waits_for_its_seal_without_the_gil(stopped, how):
+    """With it, nobody here could have the daemon go on, and the seal would end at its deadline."""
+    client, writer = stopped.client, stopped.writer
+    sealing = Other(lambda: client.create([b"b" * 32], stopped.small, sealing=writer))
+    wait_for(lambda: sealing.waits_in(RECVMSG), "the daemon is asked")
+    filling = Other(lambda: WAITS[how](writer, stopped.source))
+    wait_for(lambda: filling.waits_in(FUTEX), "who fills waits")
+    stopped.go_on()
+    sealing.join(), filling.join()
+    assert sealing.error is None
+    assert isinstance(filling.error, kvclient.Closed)
+
+
+def test_a_writer_that_goes_waits_without_the_gil(stopped):
+    going = Other(lambda: delattr(stopped, "writer"))
+    wait_for(lambda: going.waits_in(RECVMSG), "the daemon is told")
+    stopped.go_on()
+    going.join()
+    assert stopped.client.attached

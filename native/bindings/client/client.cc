@@ -11,6 +11,7 @@
 #include "bindings/client/store.h"
 #include "bindings/without_gil.h"
 #include "core/base/error.h"
+#include "core/client/exchange.h"
 
 namespace nb = nanobind;
 
@@ -199,9 +200,15 @@ void bind_lookup(nb::module_& m) {
       .def("__repr__", told);
 }
 
+// A get in shared memory and the end of an object ask seldom, and so run with the GIL until they do.
+void* let_gil_go() { return Py_IsInitialized() && PyGILState_Check() ? new WithoutGil : nullptr; }
+void take_gil_back(void* released) { delete static_cast<WithoutGil*>(released); }
+constexpr HeldLock kGil{let_gil_go, take_gil_back};
+
 }  // namespace
 
 void bind_client(nb::module_& m) {
+  held_lock.store(&kGil, std::memory_order_release);
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);

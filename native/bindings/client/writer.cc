@@ -55,6 +55,13 @@ struct GrantedBlock {
   }
 };
 
+// Who ends blocks holds copies off while the daemon is asked, for which nobody waits with the GIL.
+BlockWriter::Copying copying_of(BlockWriter& grants) {
+  if (std::optional now = grants.try_copying()) return *std::move(now);
+  const WithoutGil released;
+  return grants.copying();
+}
+
 void copy_layers(const GrantedBlock& block, uint32_t first, uint32_t count, nb::handle source) {
   block.item();
   const Bytes bytes(source, "source", false);
@@ -63,7 +70,7 @@ void copy_layers(const GrantedBlock& block, uint32_t first, uint32_t count, nb::
   if (bytes.size() != want)
     raise("InvalidArgument",
           "the source has " + std::to_string(bytes.size()) + " bytes, the layers have " + std::to_string(want));
-  std::optional copying = block.grants->copying();
+  std::optional copying = copying_of(*block.grants);
   block.item();
   for (uint32_t i = first; i < first + count; ++i) block.grants->layer(block.index, i);  // under the GIL
   auto copy = [&] {
@@ -127,7 +134,7 @@ RowIn row_in(const Writer& writer, uint64_t place, long long number) {
 
 void copy_rows_in(const Writer& writer, long long number, const std::vector<RowIn>& rows) {
   const auto layer = static_cast<uint32_t>(number);
-  std::optional copying = writer.grants->copying();
+  std::optional copying = copying_of(*writer.grants);
   for (const RowIn& row : rows) GrantedBlock{writer.grants, row.index}.item();
   uint64_t total = 0;
   for (const RowIn& row : rows) writer.grants->layer(row.index, layer), total += row.length;  // under the GIL
@@ -223,7 +230,7 @@ void bind_granted(nb::module_& m) {
           "mark_layer",
           [](const GrantedBlock& b, long long i) {
             b.item();
-            b.grants->mark_layer(b.index, b.checked(i));
+            b.grants->mark_layer(b.index, b.checked(i), copying_of(*b.grants));
           },
           nb::arg("layer"),
           "Publishes that layer to followers; layers are published in order, each once. Raises InvalidArgument, also for one\n"

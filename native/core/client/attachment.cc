@@ -31,6 +31,14 @@ uint64_t next_number() {
   return ++made;
 }
 
+std::optional<Layout> parsed(std::span<const uint8_t> blob) {
+  try {
+    return Layout::parse(blob);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
 }  // namespace
 
 uint64_t process_token() {
@@ -48,6 +56,7 @@ std::vector<uint8_t> Attachment::ask(protocol::Op op, uint32_t count, std::span<
                                      const std::function<void()>& meanwhile,
                                      const std::function<void(std::span<const uint8_t>)>& taken) {
   if (foreign()) throw Error(Code::Detached, "this process was forked: its copy of the session is the parent's");
+  const WithoutHeldLock unheld;
   std::lock_guard lock(socket_mutex_);
   if (!socket_) throw Error(Code::Detached, "the session is not attached");
   try {
@@ -208,12 +217,6 @@ void Attachment::hang_up() {
   if (socket_) ::shutdown(socket_.get(), SHUT_RDWR);
   socket_.reset();
   if (board) board->mailbox().attended.store(0, std::memory_order_relaxed);  // the next daemon says for itself that it looks
-}
-
-std::shared_lock<std::shared_mutex> Attachment::copying() {
-  std::shared_lock lock(copying_mutex_);
-  if (closed()) throw Error(Code::Closed, "the client was closed");
-  return lock;
 }
 
 void Attachment::give_up_open() {
@@ -380,9 +383,10 @@ Attachment::Known Attachment::layout_in(uint32_t slot) {
   if (known && known->id == id) return known;
   const auto blob = there.blob();
   if (!blob || there.generation() != layout_generation(id)) return nullptr;
-  Layout layout = Layout::parse(*blob);
-  const Key digest = layout_digest(layout);
-  return known = std::make_shared<const KnownLayout>(KnownLayout{id, digest, std::move(layout)});
+  std::optional<Layout> layout = parsed(*blob);
+  if (!layout) return nullptr;  // of a table that is damaged
+  const Key digest = layout_digest(*layout);
+  return known = std::make_shared<const KnownLayout>(KnownLayout{id, digest, *std::move(layout)});
 }
 
 }  // namespace kv

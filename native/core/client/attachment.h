@@ -82,8 +82,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   const std::byte* readable(uint64_t offset) const { return pool_.data() + offset; }
   std::byte* writable(uint64_t offset) const { return (writable_ ? writable_ : pool_).data() + offset; }
 
-  // Held while memory is written that close() would give up. Throws Closed.
-  std::shared_lock<std::shared_mutex> copying();
+  // To be locked, which it is not yet, while memory is written that close() would give up.
+  std::shared_lock<std::shared_mutex> copies() { return {copying_mutex_, std::defer_lock}; }
 
   // What each of this session's writers has open: a daemon that resumes the session is told, close() gives it up.
   void opened(const void* writer, std::span<const Handle> blocks);

@@ -200,8 +200,7 @@ void BlockWriter::zero_rest(std::span<const size_t> which) {
   lines_written();
 }
 
-void BlockWriter::mark_layer(size_t i, uint32_t layer) {
-  const Copying held = copying();
+void BlockWriter::mark_layer(size_t i, uint32_t layer, const Copying&) {
   Item& item = items_[i];
   if (!item.open) throw Error(Code::Closed, "this block was sealed or aborted");
   if (layer != item.layers_marked || layer >= layout_.num_layers())
@@ -215,11 +214,20 @@ void BlockWriter::mark_layer(size_t i, uint32_t layer) {
   futex_wake_all(word);
 }
 
+BlockWriter::Copying BlockWriter::copies() { return {attachment_->copies(), std::shared_lock(copying_mutex_, std::defer_lock)}; }
+
 BlockWriter::Copying BlockWriter::copying() {
-  std::shared_lock client = attachment_->copying();
-  std::shared_lock writer(copying_mutex_, std::defer_lock);
-  if (!attachment_->foreign()) writer.lock();  // as without_copies()
-  return {std::move(client), std::move(writer)};
+  Copying held = copies();
+  if (!attachment_->foreign()) held.client_.lock(), held.writer_.lock();  // as without_copies()
+  if (closed()) throw Error(Code::Closed, "the client was closed");
+  return held;
+}
+
+std::optional<BlockWriter::Copying> BlockWriter::try_copying() {
+  Copying held = copies();
+  if (!attachment_->foreign() && (!held.client_.try_lock() || !held.writer_.try_lock())) return std::nullopt;
+  if (closed()) throw Error(Code::Closed, "the client was closed");
+  return held;
 }
 
 void BlockWriter::copy_layer(size_t i, uint32_t layer, const void* source, uint64_t length) {

@@ -107,8 +107,6 @@ class BlockWriter {
   // The meta area of block i, which was granted.
   std::byte* meta(size_t i) const { return memory(i) + layout_.meta_offset(items_[i].wanted.tokens); }
 
-  // Followers may read this layer of block i from now on. Throws InvalidArgument out of order or not given out, Closed if ended.
-  void mark_layer(size_t i, uint32_t layer);
   // While one lives, the blocks that are open stay so: a seal, an abort and close() wait for its end. So it is made before the
   // caller looks whether they are.
   class Copying {
@@ -117,9 +115,15 @@ class BlockWriter {
         : client_(std::move(client)), writer_(std::move(writer)) {}
 
    private:
+    friend class BlockWriter;
     std::shared_lock<std::shared_mutex> client_, writer_;
   };
-  Copying copying();  // throws Closed if its client was closed
+  Copying copying();                     // throws Closed if its client was closed
+  std::optional<Copying> try_copying();  // the same, or nothing: it would wait now. Throws Closed
+  // Followers may read this layer of block i from now on. Throws InvalidArgument out of order or not given out, Closed if ended.
+  void mark_layer(size_t i, uint32_t layer) { mark_layer(i, layer, copying()); }
+  // The same of who has a Copying. Throws InvalidArgument, Closed.
+  void mark_layer(size_t i, uint32_t layer, const Copying& held);
   // Copies one layer in, past the caches, and keeps its checksum. To be called for one layer by one thread, after layer(), while
   // a Copying lives. Behind `length` bytes, at most the layer's, follow zeros.
   void copy_layer(size_t i, uint32_t layer, const void* source, uint64_t length = UINT64_MAX);
@@ -140,6 +144,7 @@ class BlockWriter {
   uint8_t* layers(size_t i) { return &layers_[i * layout_.num_layers()]; }
   const uint8_t* layers(size_t i) const { return &layers_[i * layout_.num_layers()]; }
   std::unique_lock<std::shared_mutex> without_copies();  // for as long as it is held
+  Copying copies();                                      // not locked yet
   void check_given(std::span<const size_t> which) const;
   void zero_rest(std::span<const size_t> which);
   void claim(std::span<const size_t> which, BlockWriter* sealing, const Chain* chain);

@@ -1,5 +1,6 @@
 #include "core/client/connect.h"
 
+#include <limits.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -17,6 +18,7 @@ namespace kv {
 namespace {
 
 constexpr double kOpeningS = 0.5;
+constexpr int kMostLinks = 40;  // that the kernel follows
 constexpr std::chrono::milliseconds kLook{5};
 
 // What EACCES means: the daemon is another user's.
@@ -29,20 +31,31 @@ std::string closed_to_us(const std::string& socket) {
          ": the daemon's operator can name the user, or a group of it, as reader or writer of a namespace";
 }
 
-// The part of the path that anybody could have made first: it lies where everybody may write, as below /tmp, and is neither this
-// user's nor root's. Empty where there is none.
+// The part of the path, links in it followed, that anybody could have made first: it lies where everybody may write, as below
+// /tmp, and is neither this user's nor root's. Empty where there is none.
 std::string anybodys(const std::string& path) {
-  for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
-    const std::string part = path.substr(0, end);
-    const size_t slash = part.rfind('/');
-    const std::string above = slash == std::string::npos ? "." : slash == 0 ? "/" : part.substr(0, slash);
+  std::string above = path.starts_with('/') ? "/" : "./", rest = path;
+  for (int links = 0; !rest.empty();) {
+    const std::string name = rest.substr(0, rest.find('/'));
+    rest.erase(0, name.size() + 1);
+    if (name.empty()) continue;
+    const std::string part = above + name;
     struct stat found, where;
     if (::lstat(part.c_str(), &found) != 0 || ::stat(above.c_str(), &where) != 0) return {};  // connect() says why
     const bool trusted = found.st_uid == 0 || found.st_uid == ::geteuid();
     if ((where.st_mode & S_IWOTH) && !trusted)
       return part + " is user " + std::to_string(found.st_uid) + "'s, and lies where everybody may make it: " + above;
-    if (end == std::string::npos) return {};
+    char target[PATH_MAX];
+    const ssize_t length = S_ISLNK(found.st_mode) ? ::readlink(part.c_str(), target, sizeof target) : -1;
+    if (length < 0) {
+      above = part + "/";
+      continue;
+    }
+    if (++links > kMostLinks) return {};  // connect() says why
+    rest.insert(0, std::string(target, static_cast<size_t>(length)) + "/");
+    if (rest.starts_with('/')) above = "/";
   }
+  return {};
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 // it is gone or answers something else, DeadlineExceeded after the socket's timeout.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -30,5 +31,25 @@ std::vector<uint8_t> first_exchange(int socket, const protocol::Request& request
 // Nothing was asked if it returns nothing: the request is too long, or the daemon does not look at the mailbox now.
 std::optional<std::vector<uint8_t>> exchange_by_mailbox(Mailbox& box, int socket, const protocol::Request& request,
                                                         std::span<const uint8_t> body, const std::function<void()>& meanwhile);
+
+// What a caller's language holds, as Python its GIL: nobody waits for a daemon with it. Set once, by bindings.
+struct HeldLock {
+  void* (*let_go)();  // null: this thread does not hold it
+  void (*take_back)(void*);
+};
+inline std::atomic<const HeldLock*> held_lock{nullptr};
+
+class WithoutHeldLock {
+ public:
+  WithoutHeldLock() : lock_(held_lock.load(std::memory_order_acquire)), state_(lock_ ? lock_->let_go() : nullptr) {}
+  WithoutHeldLock(const WithoutHeldLock&) = delete;
+  ~WithoutHeldLock() noexcept(false) {  // as bindings/without_gil.h
+    if (state_) lock_->take_back(state_);
+  }
+
+ private:
+  const HeldLock* const lock_;
+  void* const state_;
+};
 
 }  // namespace kv
