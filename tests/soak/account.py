@@ -31,18 +31,18 @@ class Account:
         self._universe = universe
         self.problems: list[str] = []
 
-    def settle(self, wait_s: float = 30.0) -> int:
+    def settle(self, wait_s: float = 300.0) -> int:
         """The bytes that are left of nothing."""
         with GrpcClient(str(self._directory / "grpc.sock")) as door:
             self._door = door
-            eventually(lambda: not self._any(BUSY), f"idle: {self._counters()}", 60.0)
+            eventually(lambda: not self._any(BUSY), f"idle: {self._counters()}", wait_s)
             now = self._counters()
             self._expect(now["disk_bytes"] <= now["disk_quota_bytes"], f"the quota holds: {now}")
             clear_away(self._disk)
             self._check_integrity()
             with connect(self._directory) as client:
                 client.delete(self._universe.keys)
-            eventually(lambda: not self._any(["pins", "zombies"]), "no pin is left", 30.0)
+            eventually(lambda: not self._any(["pins", "zombies"]), "no pin is left", wait_s)
             return self._left(wait_s)
 
     def _left(self, wait_s: float) -> int:
