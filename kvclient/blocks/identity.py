@@ -108,6 +108,9 @@ def without_denied(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_length = struct.Struct("<Q").pack
+
+
 def encode(value: Any) -> bytes:
     """The canonical bytes of None, bool, int, float, str, bytes, sequences and mappings of those."""
     parts: list[bytes] = []
@@ -116,7 +119,15 @@ def encode(value: Any) -> bytes:
 
 
 def _encode(value: Any, out: list[bytes]) -> None:
-    if value is None:
+    kind = type(value)  # of what code and configurations are made of; what is derived from these goes below
+    if kind is str:
+        data = value.encode()
+        out.append(b"s" + _length(len(data)) + data)
+    elif kind is tuple or kind is list:
+        out.append(b"l" + _length(len(value)))
+        for item in value:
+            _encode(item, out)
+    elif value is None:
         out.append(b"N")
     elif isinstance(value, bool):
         out.append(b"T" if value else b"F")
