@@ -129,6 +129,7 @@ def test_an_edit_misses_what_the_unedited_published(daemon):
     assert len(set(identities)) == 8, identities
 
 
+@pytest.mark.slow  # 7 s of imports; a server of serve/test_http.py has a hash seed of its own, too
 def test_the_same_code_hits_in_another_process_with_another_hash_seed(daemon):
     served = daemon("64MiB")
     [[*_, before]] = run(served, (program(), ["closure"]))
