@@ -124,33 +124,24 @@ serve: model ## a daemon, a server and its page on the example model, on loopbac
 page: model $(VENV)/.dev $(VENV)/.browser ## every control of the chat page in a real browser (Debian: apt install chromium); writes build/page
 	@mkdir -p build/page && PAGE_SHOTS=build/page $(PY) -m pytest -q tests/serve/test_page.py
 
-# Those in C++ wait for files, sockets and deadlines for most of their time: two for each of JOBS.
-CTEST = $(VENV)/bin/ctest --test-dir build/dev -j $$((2 * $(JOBS))) --output-on-failure
-
-# Files side by side, two more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
+# Files side by side, four more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
 # `alone` waits for the others (tests/turns.py); what takes long comes first (tests/order.py); the processes are
 # forked behind their imports (tests/workers.py). Plugins that packages bring along are seconds of imports each;
 # without hypothesis's the first of its tests would read every module and be called too slow.
-BESIDE = -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder \
+BESIDE = -n $$(($(JOBS) + 4)) --dist loadfile --no-loadscope-reorder \
 	--disable-plugin-autoload -p xdist -p timeout -p hypothesispytest -p tests.workers
 
-# $(call once_more,STATUS,COMMAND): with AGAIN=1 what failed runs once more, by itself, if STATUS says that tests
-# failed, all of which had run. A machine that others share stalls now and then; what passes only then has been
-# named above, and what fails twice fails.
-once_more = $(if $(AGAIN),|| { [ $$? -eq $(1) ] && echo "once more by itself: what failed above" && $(2); })
-FAILED = $(PY) -m pytest -q --last-failed --last-failed-no-failures none
-
 test: model $(VENV)/.dev native-tests ## build and pass the tests
-	@$(CTEST) $(call once_more,8,$(VENV)/bin/ctest --test-dir build/dev --rerun-failed --output-on-failure)
-	@$(PY) -m pytest -q $(BESIDE) -m "not slow and not engines" $(call once_more,1,$(FAILED) -m "not slow and not engines")
+	@.ci/tests $(BESIDE)
 
 test-all: model $(VENV)/.dev native-tests $(VENV)/.clients ## also the slow tests and other releases of transformers
-	@$(CTEST)
+	@$(VENV)/bin/ctest --test-dir build/dev -j $$((2 * $(JOBS))) --output-on-failure
 	@$(PY) -m pytest -q $(BESIDE) --whole
 
 RELEASES = tests/hf/attachment/test_releases.py
 releases: model $(VENV)/.dev ## kvclient.hf under the oldest and the newest transformers 5 (downloads 246 MB each, once)
-	@$(PY) -m pytest -q -n $(JOBS) -m engines $(RELEASES) $(call once_more,1,$(FAILED) -m engines $(RELEASES))
+	@$(PY) -m pytest -q -n $(JOBS) -m engines $(RELEASES) $(if $(AGAIN),|| { [ $$? -eq 1 ] && echo "once more: what failed" && \
+		$(PY) -m pytest -q --last-failed --last-failed-no-failures none -m engines $(RELEASES); })
 
 engines: build $(VENV)/.dev $(VENV)/.hf ## vLLM, SGLang and LMCache on the store (installs 2.7 GB beside the checkout, once)
 	@PYTHON="$(PYTHON)" .ci/engines

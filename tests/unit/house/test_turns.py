@@ -1,12 +1,16 @@
 """Goal: tests run beside each other, one marked `alone` beside none, and it is not kept waiting by those that
-come behind it. Method: turns over files of this test, taken by threads: flock knows no difference.
+come behind it; files that wait begin beside files that compute. Method: turns over files of this test, taken
+by threads: flock knows no difference; the order of made-up files.
 """
 
 import contextlib
 import fcntl
 import threading
+from itertools import groupby
+from types import SimpleNamespace
 
 from tests.fault.children import eventually
+from tests.order import pytest_collection_modifyitems
 from tests.turns import turn
 
 
@@ -44,3 +48,13 @@ def test_one_alone_waits_for_those_inside_and_holds_up_those_behind(tmp_path):
     leave.set()
     waiting.join(60)
     assert is_free(door, fcntl.LOCK_EX) and is_free(room, fcntl.LOCK_EX)
+
+
+def test_what_waits_begins_beside_what_computes_and_files_stay_whole():
+    names = ["unit/a", "hf/b", "fault/c", "serve/d", "hosts/e", "hf/f", "kernels/g"]
+    asked = [SimpleNamespace(nodeid=f"tests/{name}.py::test_{i}") for i in range(2) for name in names]
+    items = list(asked)
+    pytest_collection_modifyitems(items)
+    assert sorted(item.nodeid for item in items) == sorted(item.nodeid for item in asked)
+    files = [file for file, _ in groupby(item.nodeid.partition("::")[0][6:-3] for item in items)]
+    assert files == ["fault/c", "serve/d", "hf/b", "hosts/e", "hf/f", "kernels/g", "unit/a"]
