@@ -22,7 +22,7 @@ from tests.hf.inside import BLOCK, COMPUTED, DOCUMENT
 from tests.hf.zoo import generate, prompt
 
 ANSWER = prompt(9, seed=7)[0].tolist()
-PAIRS = [(prompt(150, seed=seed)[0].tolist(), ANSWER) for seed in (1, 2)]
+PAIRS = [(prompt(150, seed=1)[0].tolist(), ANSWER)]  # what is measured of several: test_calibration_pairs.py
 OUTCOME = verify.Outcome("auto", "none", 0.9, 1e-3, 2e-3, 1.0, None, 0.5, 1.0, limit=5e-3)
 WIDE = Repair(attended_ratio=0.4, max_kl=1e3)
 NEVER = 1e-9  # nats: of these models no answer is so near
