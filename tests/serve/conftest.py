@@ -11,11 +11,12 @@ import urllib.request
 
 import pytest
 
-from tests.conftest import ROOT, START_TIMEOUT_S
+from tests.conftest import ROOT
 from tests.hf.conftest import home
 from tests.warm_python import WarmPython
 
 __all__ = ["home"]
+START_TIMEOUT_S = 300.0  # one that imports torch by itself, beside others
 
 
 class Server:
