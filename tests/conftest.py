@@ -27,6 +27,13 @@ import pytest
 from tests.turns import turn
 from tests.warm_python import WarmDaemon
 
+with contextlib.suppress(ImportError):  # tests/gpu runs without it
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine is no failure. The rest is as hypothesis has it, which has a profile of its own for CI.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
+
 pytest_plugins = ["tests.processors", "tests.order"]
 
 ROOT = Path(__file__).resolve().parent.parent

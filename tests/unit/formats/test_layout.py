@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import InvalidArgument, Layout
@@ -17,7 +17,6 @@ from kvclient.blocks.layout import Geometry
 
 ROOT = Path(__file__).resolve().parents[3]
 
-patient = settings(suppress_health_check=[HealthCheck.too_slow])  # drawing, on a machine that is busy
 layouts = st.builds(
     Layout,
     num_layers=st.integers(1, 40),
@@ -32,7 +31,6 @@ layouts = st.builds(
 )
 
 
-@patient
 @given(layouts, st.data())
 def test_offsets_are_the_running_sum_of_padded_parts(layout, data):
     tokens = data.draw(st.integers(1, layout.block_tokens))
@@ -51,7 +49,6 @@ def test_offsets_are_the_running_sum_of_padded_parts(layout, data):
     assert layout.block_bytes(tokens) == end + -end % 4096
 
 
-@patient
 @given(layouts)
 def test_a_blob_tells_the_layout(layout):
     assert Layout.from_blob(bytes(layout)) == layout
