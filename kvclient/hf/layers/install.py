@@ -7,12 +7,14 @@ or an adapter touches is changed, and a model on a machine without the kernels s
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _pop_mode, _push_mode
 
 from kvclient.hf.attention.backends import ENVIRONMENT
 from kvclient.hf.layers import attention, calls, decoder, forwards, fused, kinds, trial
@@ -39,10 +41,16 @@ def linears(model: torch.nn.Module) -> list[torch.nn.Linear]:
 def install(model: torch.nn.Module) -> int:
     """How many modules are computed by native/cpu from now on. A forward that was already exchanged stays. A
     model of which some linear layers are without memory now (it is streamed) stays as it is, for its layers
-    would not be computed alike; so it does while a hook of all modules sees calls, which are its classes'.
+    would not be computed alike; so it does while a hook of all modules, a mode of operators or a transform
+    sees calls, which are its classes'. Modes of functions, as a default device, do not see the trials.
     """
     if not available() or is_blind() or any(map(_is_elsewhere, model.modules())):
         return 0
+    with _unseen():
+        return _installed(model)
+
+
+def _installed(model: torch.nn.Module) -> int:
     found = 0
     known: dict[Any, bool] = {}
     for candidates in (_rows, _blocks, _layers):  # what stands over others asks for theirs
@@ -59,8 +67,20 @@ def install(model: torch.nn.Module) -> int:
 
 
 def is_blind() -> bool:
-    """Whether a trial would see the modules' classes alone: while a hook of all modules watches."""
-    return bool(_has_any_global_hook())
+    """Whether a trial would see the modules' classes alone: what is tried would ask them too."""
+    with _unseen():
+        return bool(_has_any_global_hook()) or forwards.is_watched()
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Within it this thread's modes of functions are away."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def _is_elsewhere(module: torch.nn.Module) -> bool:

@@ -207,6 +207,24 @@ def test_where_epsilon_stands_is_found_out(form):
         assert off(module(x), OddRMSNorm.forward(module, x)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.device("cpu"), lambda: FlopCounterMode(display=False), lambda: torch.autocast("cpu"),
+        forward_ad.dual_level,
+    ],
+    ids=["device", "operators", "autocast", "derivatives"],
+)  # fmt: skip
+@torch.no_grad()
+def test_under_a_mode_nothing_is_installed_that_was_not_tried(mode):
+    """Both sides of a trial were the class's own then, and so always the same."""
+    module = OddRMSNorm("clamped")
+    with mode():
+        layers.install(torch.nn.Sequential(module))
+    x = 1e-4 * torch.randn(4, 32)
+    assert off(module(x), OddRMSNorm.forward(module, x)) < 1e-5
+
+
 @torch.no_grad()
 def test_one_modules_proof_is_no_others():
     model = torch.nn.Sequential(OddRMSNorm("usual"), OddRMSNorm("usual", twice=True))
