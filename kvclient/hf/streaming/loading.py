@@ -104,6 +104,11 @@ class Loading:
         """Whether a layer's part is read ahead for whoever asks for it, and nobody is told how far it is."""
         return self._told is None and (number, name) in self._coming
 
+    def is_there(self, number: int, name: str) -> bool:
+        """Whether a layer's part was read ahead and waits in memory for whoever asks for it."""
+        coming = self._coming.get((number, name))
+        return coming is not None and coming.done() and coming.exception() is None
+
     def part(self, number: int, name: str) -> memoryview:
         """The bytes of a layer's part, once. Raises StreamingFailed, and Closed."""
         key = number, name

@@ -6,6 +6,7 @@ model that is returned has all weights that stay in memory, or raises where they
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -25,13 +26,12 @@ from kvclient.hf.streaming.files.index import Arrangement, Part, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import DiskMover
-from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan
+from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan, promised
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
-from kvclient.hf.streaming.streams import Streams, pieces_of
+from kvclient.hf.streaming.streams import COPIES, Streams, pieces_of
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import copies, kept, lies
 
-COPIES = 2
 # Not an attribute of the model: what a module has is part of its identity.
 _streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams | DeviceStreams] = weakref.WeakKeyDictionary()
 
@@ -79,34 +79,35 @@ class StreamingCausalLM:
             for layer in arranged.layers
         ]
         working = max((_copied(layer, model.dtype) for layer in arranged.layers), default=0)
-        chosen = plan(config, sizes, outside + working, frame.sizes(tables), held)
-        streamed = {names[role] for role in chosen.vocabulary}
-        stay = {name: source for name, source in others.items() if name not in streamed}
         layers = model.get_submodule(arranged.prefix)
         if len(layers) != len(arranged.layers):
             raise InvalidArgument(
                 f"{home.name} has {len(arranged.layers)} layers, its configuration {len(layers)}"
             )
-        tables = {role: tables[role] for role in chosen.vocabulary}
-        moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
-        trace = Trace() if config.trace else None
+        made = functools.partial(plan, config, sizes, outside + working, frame.sizes(tables), held)
+        with promised(made) as chosen:
+            streamed = {names[role] for role in chosen.vocabulary}
+            stay = {name: source for name, source in others.items() if name not in streamed}
+            tables = {role: tables[role] for role in chosen.vocabulary}
+            moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
+            trace = Trace() if config.trace else None
 
-        def scheduler() -> Scheduler | None:
-            pieces = pieces_of(arranged, chosen, tables)
-            slots, ahead = config.n_staging_slots, config.ahead
-            return Scheduler(moved, pieces, slots, ahead, trace) if pieces else None
+            def scheduler() -> Scheduler | None:
+                pieces = pieces_of(arranged, chosen, tables)
+                slots, ahead = config.n_staging_slots, config.ahead
+                return Scheduler(moved, pieces, slots, ahead, trace) if pieces else None
 
-        with Loading(loading, stay, moved, *_staying(arranged, chosen, model.dtype), scheduler) as came:
-            if all(getattr(torch, source.dtype) == model.dtype for source in stay.values()):
-                came.begin()
-            rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
-            came.begin()  # a tensor that is copied into another type takes its memory twice: not beside that
-            for layer, parts in zip(layers, arranged.layers, strict=True):
-                frame.pack(layer, parts, group, model.dtype)
-            frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
-            frame.keep_head_in_place(model)
-            _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came, trace)
-            return _with_generation(model.eval(), home)
+            with Loading(loading, stay, moved, *_staying(arranged, chosen, model.dtype), scheduler) as came:
+                if all(getattr(torch, source.dtype) == model.dtype for source in stay.values()):
+                    came.begin()
+                rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
+                came.begin()  # a tensor that is copied takes its memory twice: not beside that
+                for layer, parts in zip(layers, arranged.layers, strict=True):
+                    frame.pack(layer, parts, group, model.dtype)
+                frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
+                frame.keep_head_in_place(model)
+                _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came, trace)
+                return _with_generation(model.eval(), home)
 
 
 def _with_generation(model: Any, home: Path) -> torch.nn.Module:

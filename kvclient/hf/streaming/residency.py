@@ -6,9 +6,12 @@ all weights and slots that will be held at one time, and are no more than the me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kvclient.errors import InvalidArgument
 
@@ -181,15 +184,67 @@ def _plan(
     return Plan(tuple(streamed), outside + vocabulary.held(way) + kept + slots, whole, way)
 
 
+class Taker(Protocol):
+    """Whoever holds a plan of which some memory is not taken yet."""
+
+    def left(self) -> int:
+        """So many bytes."""
+
+
+class Promise:
+    """A plan, all of which is still to be taken within its block; behind it by who has called taking()."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def left(self) -> int:
+        """All its bytes."""
+        return self.plan.bytes
+
+    def __enter__(self) -> Plan:
+        return self.plan
+
+    def __exit__(self, *_: object) -> None:
+        with _planning:
+            _takers.discard(self)
+
+
+_takers: weakref.WeakSet[Taker] = weakref.WeakSet()
+_planning = threading.RLock()
+
+
+def promised(make: Callable[[], Plan]) -> Promise:
+    """A plan by make(), with whose memory nobody else of this process plans from now on. Raises what that
+    does.
+    """
+    with _planning:
+        promise = Promise(make())
+        _takers.add(promise)
+        return promise
+
+
+def taking(taker: Taker) -> None:
+    """What it has left is nobody else's, for as long as it is there."""
+    with _planning:
+        _takers.add(taker)
+
+
 def free_memory() -> int:
-    """Bytes that this process may still take: of its cgroup if that has a limit, else of the host."""
+    """Bytes that this process may still take: of its cgroup if that has a limit, else of the host; less what
+    models of this process were promised and have not taken yet.
+    """
+    with _planning:
+        return max(0, _free() - sum(taker.left() for taker in _takers))
+
+
+def _free() -> int:
     free = next(
         int(line.split()[1]) << 10
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemAvailable:")
     )
     left = [room for room in (_left_of(Path("/proc/self/cgroup").read_text())) if room is not None]
-    return max(0, min([free, *left]))
+    return min([free, *left])
 
 
 def _left_of(groups: str) -> list[int | None]:

@@ -19,6 +19,7 @@ class Slot:
     layer: int | None = None  # that it holds or is being filled with
     ready: bool = False
     users: int = 0
+    touched: bool = False  # was full once, so all its pages are there
 
     def free(self) -> bool:
         """Whether another layer may be read into it."""
@@ -97,6 +98,7 @@ class SlotTable:
         """The slot's read ended: its layer may be used, or `error` is kept for who asks for it."""
         assert slot.layer is not None and not slot.ready and not slot.users
         slot.ready = error is None
+        slot.touched = slot.touched or slot.ready
         if error is not None:
             self._failed[slot.layer] = error
             slot.layer = None

@@ -26,14 +26,15 @@ from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import Piece, pages
 from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.placement.costs import ROWS, Costs, products_s, with_threads
-from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig
+from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, taking
 from kvclient.hf.streaming.scheduler import Mover
 from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.trace import Trace
-from kvclient.hf.streaming.weights.places import Room, copies, leave, places, put
+from kvclient.hf.streaming.weights.places import Place, Room, copies, kept, places, put, without
 from kvclient.hf.streaming.weights.vocabulary import StreamedEmbedding, StreamedHead, digest, numbered
 
 ROLES = {"embedding": "input", "head": "output"}
+COPIES = 2  # of a layer's tensors in another type, at one time
 
 
 def pieces_of(
@@ -61,7 +62,7 @@ class Streams:
         self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
         self._holding = threading.local()
         self._users: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self._streamed: dict[int, list[Part]] = {}
         self._rooms: list[Room] = []  # for copies, that no layer uses now
         self._taken: dict[int, Room] = {}
@@ -70,13 +71,14 @@ class Streams:
         self.scheduler, self._came, self._in_place = came.scheduler, came, arranged.in_place
         self._stay: dict[int, dict[str, Part]] = {}  # what is still to come of what stays
         self._keeping = threading.RLock()  # of that
-        self._handles: dict[int, RemovableHandle] = {}  # of hooks that wait for it
+        self._handles: dict[int, list[RemovableHandle]] = {}  # of hooks that wait for it
+        self._away: dict[int, list[Place]] = {}  # what stands for weights outside of their turn
         twins = Twins(layers)
         for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
             if streamed := [parts[name] for name in PARTS if name in chosen.streamed[number]]:
                 self._streamed[number] = streamed
-            for part in streamed:
-                leave(layer, part, self._dtype)
+                self._away[number] = self._without(layer, streamed)
+                put(self._away[number])
             stays = {name: part for name, part in parts.items() if name not in chosen.streamed[number]}
             if stays:
                 self._stay[number] = stays
@@ -98,6 +100,7 @@ class Streams:
             raise
         if self.scheduler is None and self.embedding is None:
             self.close()
+        taking(self)
 
     def _load(self, twins: Twins) -> None:
         """What is proven of layers, and what stays in memory if nothing is streamed beside it, while both
@@ -130,17 +133,20 @@ class Streams:
                 put(places(layer, part, held, self._dtype, copied=self._in_place))
                 del left[name]
             self._stay.pop(number, None)
-            if (handle := self._handles.pop(number, None)) is not None:
+            for handle in self._handles.pop(number, ()):
                 handle.remove()
 
     def _begin(self, asked: list[int]) -> None:
         """asked: what a pass asks the scheduler for. Raises what _place() does."""
         if self._head is not None and self.scheduler is not None:
             self._head.follow(self.scheduler)
-        for number in self._stay:
+        for number, parts in self._stay.items():
             layer, keep = self._layers[number], functools.partial(self._keep, number)
-            self._handles[number] = layer.register_forward_pre_hook(lambda *_, keep=keep: keep())
-            layer.register_state_dict_pre_hook(lambda *_, keep=keep: keep())
+            put(self._without(layer, parts.values()))
+            for module in layer.modules():  # a part may be called by itself
+                handle = module.register_forward_pre_hook(lambda *_, keep=keep: keep())
+                self._handles.setdefault(number, []).append(handle)
+                module.register_state_dict_pre_hook(lambda *_, keep=keep: keep())
         for number in self._streamed:
             self._layers[number].register_forward_pre_hook(self._before(number))
             self._layers[number].register_forward_hook(self._after(number), always_call=True)
@@ -185,8 +191,23 @@ class Streams:
         finally:
             self._after(number, computed=False)(layer, (), None)
 
+    def left(self) -> int:
+        """Bytes of the plan that have no memory yet, and will."""
+        if self._closed:
+            return 0
+        coming = sum(
+            kept(part, self._dtype, self._in_place)
+            for number, parts in self._stay.copy().items()
+            for name, part in parts.copy().items()
+            if not self._came.is_there(number, name)
+        )
+        slots = self.scheduler.slots if self.scheduler is not None else []
+        copied = self._copied() * (COPIES - len(self._rooms) - len(self._taken)) if self._streamed else 0
+        return coming + max(0, copied) + sum(len(slot.memory) for slot in slots if not slot.touched)
+
     def close(self) -> None:
         """Ends the reading; the model cannot be called any more."""
+        self._closed = True
         self._came.end(self._mover if self.scheduler is None else self.scheduler)
 
     def moving(self) -> dict[str, tuple[torch.nn.Module, str]]:
@@ -292,8 +313,7 @@ class Streams:
                 self._users[number] -= 1
                 if not self._users[number]:
                     self._on_host.discard(number)
-                    for part in self._streamed[number]:
-                        leave(layer, part, self._dtype)
+                    put(self._away[number])
                     self._rooms.append(self._taken.pop(number))
             held.close()
 
@@ -314,6 +334,12 @@ class Streams:
         for part, memory in zip(self._streamed[number], memories, strict=True):
             put(places(layer, part, memory, self._dtype, room=room))
 
+    def _without(self, layer: torch.nn.Module, parts: Iterable[Part]) -> list[Place]:
+        return [place for part in parts for place in without(layer, part, self._dtype)]
+
     def _new_room(self) -> Room:
-        most = max(sum(copies(part, self._dtype) for part in parts) for parts in self._streamed.values())
-        return Room(pages(most))
+        return Room(pages(self._copied()))
+
+    def _copied(self) -> int:
+        """Bytes of a streamed layer's copies, at most."""
+        return max(sum(copies(part, self._dtype) for part in parts) for parts in self._streamed.values())

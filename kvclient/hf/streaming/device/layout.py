@@ -23,6 +23,7 @@ from kvclient.hf.streaming.files.index import Part, Stored, part_of
 from kvclient.hf.streaming.files.rearrange import check_finite
 from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.residency import PARTS
+from kvclient.hf.streaming.weights.places import away
 from kvclient.kernels import cuda
 
 HALVES = (torch.float16, torch.bfloat16)  # what the kernels compute of packed words
@@ -117,14 +118,14 @@ def attributes(
     for stored in part.tensors:
         owner, _, name = stored.name.rpartition(".")
         module = layer.get_submodule(owner)
+        held: Any = module._buffers if name in module._buffers else module._parameters
         if stretch is None:
-            value = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+            value: Any = away(stored.shape, getattr(torch, stored.dtype), held is module._parameters)
         else:
             value = tensor_of(stored, stretch)
-        if name in module._buffers:
-            found.append(((module._buffers, name), value))
-        else:
-            found.append(((module._parameters, name), torch.nn.Parameter(value, requires_grad=False)))
+            if held is module._parameters:
+                value = torch.nn.Parameter(value, requires_grad=False)
+        found.append(((held, name), value))
     return found
 
 

@@ -7,14 +7,52 @@ Invariant: what the plan counts as a copy is what places() copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.packing import mark_panels
 from kvclient.hf.streaming.files.index import ALIGNMENT, Part, Stored
 
 Place = tuple[torch.nn.Module, str, torch.Tensor]
+
+
+class Away(torch.Tensor):
+    """A weight that has no memory now (torch's "meta"). Numbers that meet it are an error: torch itself would
+    multiply them by what lies in memory that it does not fill.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(_is_there, (*args, *kwargs.values()))):
+            raise InvalidArgument(
+                "a streamed weight has memory only while its layer, embedding or head is called: "
+                "call the layer, not a part of it"
+            )
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def __deepcopy__(self, _memo: Any) -> Away:
+        return self  # nothing of it is anybody's
+
+
+def _is_there(value: Any) -> bool:
+    """Whether it is a tensor with numbers, or has one in it."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_there, value))
+    return isinstance(value, torch.Tensor) and not isinstance(value, Away) and not value.is_meta
+
+
+def away(shape: Sequence[int], dtype: torch.dtype, is_parameter: bool = True) -> Away:
+    """A weight of that shape without memory."""
+    made = torch.Tensor._make_subclass(Away, torch.empty(shape, dtype=dtype, device="meta"))
+    if is_parameter:
+        made._is_param = True
+    return made
 
 
 class Room:
@@ -48,22 +86,24 @@ def places(
         yield layer.get_submodule(owner), attribute, mark_panels(tensor) if stored.panels else tensor
 
 
-def put(places: Iterator[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
+def put(places: Iterable[Place]) -> None:
     """Each tensor, of its parameter's shape, in its module's place, as a buffer or a parameter."""
     for module, attribute, tensor in places:
         if attribute in module._buffers:
             module._buffers[attribute] = tensor
+        elif isinstance(tensor, Away):
+            module._parameters[attribute] = tensor
         else:
             module._parameters[attribute] = torch.nn.Parameter(tensor, requires_grad=False)
 
 
-def leave(layer: torch.nn.Module, part: Part, dtype: torch.dtype) -> None:
-    """The part's weights, of the types that they are computed in, have no memory from here on."""
+def without(layer: torch.nn.Module, part: Part, dtype: torch.dtype) -> Iterator[Place]:
+    """places() of the part's weights, of the types that they are computed in, while they have no memory."""
     for stored in part.tensors:
         owner, _, attribute = stored.name.rpartition(".")
         module = layer.get_submodule(owner)
-        empty = torch.empty(stored.shape, dtype=_kind(stored, dtype), device="meta")
-        put(iter([(module, attribute, empty)]))
+        made = away(stored.shape, _kind(stored, dtype), attribute not in module._buffers)
+        yield module, attribute, made
 
 
 def copies(part: Part, dtype: torch.dtype, copied: bool = False) -> int:

@@ -19,6 +19,7 @@ from kvclient.hf.awq.head import Head, multiply
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
 from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
 from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
+from kvclient.hf.streaming.weights.places import away
 
 ROWS_BYTES = 32 << 20  # of an embedding, in memory at one time
 
@@ -31,10 +32,9 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["input"]
 
 
-def empty(table: Table) -> torch.nn.Parameter:
+def empty(table: Table) -> Any:
     """A parameter of the table's shape and dtype without memory."""
-    made = torch.empty(table.shape, dtype=getattr(torch, table.dtype), device="meta")
-    return torch.nn.Parameter(made, requires_grad=False)
+    return away(table.shape, getattr(torch, table.dtype))
 
 
 class StreamedEmbedding:

@@ -7,6 +7,7 @@ Method: a tiny llama, packed and plain; a mover whose reads of what stays end wh
 
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from kvclient.hf.streaming import (
     StreamingConfig,
     StreamingFailed,
     admission,
+    residency,
     streaming_stats,
 )
 from kvclient.hf.streaming.model import streams_of
-from kvclient.hf.streaming.residency import PARTS, plan
+from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, plan
 
 PROMPT = torch.arange(1, 25)[None]
 STAYS = 3  # the layers from it on, of five
@@ -107,6 +109,34 @@ def test_whoever_looks_at_all_weights_finds_what_stays(checkpoint):
     streams_of(model).close()
 
 
+@pytest.mark.parametrize("name", ["mlp", "mlp.down_proj", "input_layernorm"])
+@torch.inference_mode()
+def test_a_part_that_is_called_by_itself_is_never_computed_without_its_weights(checkpoint, name):
+    """torch multiplies by a weight without memory what lies in its answer's."""
+    whole = StreamingCausalLM.from_pretrained(checkpoint, StreamingConfig(residency="full_resident"))
+    model, mover = opened(checkpoint)
+    stays, streamed = (model.model.layers[number].get_submodule(name) for number in (STAYS, 0))
+    x = torch.randn(1, 3, 64 if name != "mlp.down_proj" else stays.in_features, dtype=model.dtype)
+    held = list(stays.parameters())
+    mover.may.set()
+    assert torch.equal(stays(x), whole.model.layers[STAYS].get_submodule(name)(x))
+    if held:
+        with pytest.raises(InvalidArgument, match="call the layer"):  # who took it before it came
+            held[0] + torch.zeros(())
+    logits(model)  # no layer is in memory behind it
+    with pytest.raises(InvalidArgument, match="call the layer"):
+        streamed(x)
+    assert not any(tensor.is_meta for tensor in stays.state_dict().values())
+    streams_of(model).close()
+
+
+def test_a_parts_state_is_there_when_it_is_asked_for(checkpoint):
+    model, mover = opened(checkpoint)
+    mover.may.set()
+    assert not any(tensor.is_meta for tensor in model.model.layers[STAYS].mlp.state_dict().values())
+    streams_of(model).close()
+
+
 def test_what_is_free_is_asked_when_what_stays_is_there(checkpoint, monkeypatch):
     """Else it would be counted twice: as held, and as free until it is."""
     model, mover = opened(checkpoint)
@@ -118,6 +148,48 @@ def test_what_is_free_is_asked_when_what_stays_is_there(checkpoint, monkeypatch)
     monkeypatch.setattr(admission, "free_memory", free)
     assert Admission(model).memory == (1 << 30) + streaming_stats(model)["bytes_held"]
     streams_of(model).close()
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Bytes free on this machine, of which no other test's model takes any; free["now"] changes them."""
+    now = {"now": 1 << 30}
+    monkeypatch.setattr(residency, "_takers", weakref.WeakSet())
+    monkeypatch.setattr(residency, "_free", lambda: now["now"])
+    return now
+
+
+def test_what_is_still_coming_is_not_free_for_the_next_model(checkpoint, free):
+    """Each planned with the same memory: of the first one nothing was taken yet."""
+    model, mover = opened(checkpoint)
+    coming = sum(tensor.nbytes for layer in model.model.layers[STAYS:] for tensor in layer.parameters())
+    coming += sum(tensor.nbytes for layer in model.model.layers[STAYS:] for tensor in layer.buffers())
+    left = free["now"] - residency.free_memory()
+    assert coming <= left <= streaming_stats(model)["bytes_held"]
+    whole = StreamingCausalLM.from_pretrained(checkpoint, StreamingConfig(residency="full_resident"))
+    free["now"] = streaming_stats(whole)["bytes_held"] + WORKING_BYTES
+    second = StreamingCausalLM.from_pretrained(checkpoint)
+    assert any(streams_of(second).plan.streamed)
+    streams_of(second).close()
+    mover.may.set()
+    logits(model)
+    assert residency.free_memory() == free["now"]  # all of the first is taken
+    second = StreamingCausalLM.from_pretrained(checkpoint)
+    assert not any(streams_of(second).plan.streamed)
+    streams_of(model).close()
+
+
+def test_a_model_that_is_being_loaded_takes_what_it_was_promised(checkpoint, free):
+    seen = []
+
+    def told(*_):
+        seen.append(residency.free_memory())
+        if len(seen) > 1:
+            raise InvalidArgument("enough")
+
+    with pytest.raises(InvalidArgument, match="enough") as kept:
+        StreamingCausalLM.from_pretrained(checkpoint, PARTLY, loading=told)
+    assert kept and max(seen) < free["now"] == residency.free_memory()  # also while the error is looked at
 
 
 def test_what_comes_in_a_call_under_inference_mode_is_as_if_it_had_come_before(checkpoint):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.mover import PAGE, Piece
@@ -45,6 +46,8 @@ def test_they_are_called_by_place_or_by_name(model):
             with pytest.raises(TypeError):
                 wrong()
         assert module.weight.is_meta
+        with pytest.raises(InvalidArgument, match="call the layer"):  # torch answers what lies in memory
+            torch.nn.functional.linear(rows, module.weight)
 
 
 @torch.inference_mode()
