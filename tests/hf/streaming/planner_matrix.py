@@ -1,9 +1,11 @@
 """Goal: beside each plan what was truly taken: a program that prints a JSON line a case; test_admission.py
 judges them.
 
-Method: load, generate, both in this process; its peak of memory is the kernel's (VmHWM), forgotten before
-each load (/proc/self/clear_refs), less what it held then. Weights are so large that a layer that is counted
-twice or not at all shows. `python -m tests.hf.streaming.planner_matrix DIR [WORD...]`: cases with all words.
+Method: load, generate, each case in a process of its own, forked behind the imports, and behind itself once
+there. Its peak is the kernel's (VmHWM), forgotten before each load (/proc/self/clear_refs), less what it held
+then, and less the pages of libraries that came meanwhile: the kernel takes those back, and whoever runs on
+next has them again. Weights are so large that a layer that is counted twice or not at all shows.
+`python -m tests.hf.streaming.planner_matrix DIR [WORD...]`: cases with all words.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import ctypes
 import gc
 import itertools
 import json
+import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 
 import torch
@@ -82,7 +86,7 @@ def generated(model: torch.nn.Module, prompt: int, rows: int, chunk: int) -> Non
 
 
 def case(load: Callable[[], torch.nn.Module], codec: str, prompt: int, rows: int, chunk: int) -> dict:
-    before = held_now()
+    before, libraries = held_now(), status("RssFile")
     model = load()
     loaded = status("VmHWM") - before
     attached = None
@@ -91,14 +95,35 @@ def case(load: Callable[[], torch.nn.Module], codec: str, prompt: int, rows: int
         attached = attach(model, kvclient.InMemoryClient(STORE_BYTES), self_test=False, **how)
     said = Admission(model, memory=1 << 40, chunk=chunk).estimate(prompt, 3, rows)
     generated(model, prompt, rows, chunk)
-    taken = status("VmHWM") - before
+    libraries = max(0, status("RssFile") - libraries)
+    taken = status("VmHWM") - before - libraries
     if attached is not None:
         attached.detach()
     if (streams := streams_of(model)) is not None:
         streams.close()
     whole = said.bytes + (STORE_BYTES if codec != "none" else 0)  # the store is in this process here
-    found = {"taken": taken, "said": whole, "held": said.held, "loaded": loaded}
+    found = {"taken": taken, "said": whole, "held": said.held, "loaded": loaded, "libraries": libraries}
     return {**found, "ratio": whole / taken}
+
+
+def forked(run: Callable[[], dict]) -> dict:
+    """What run() answers in a process of its own. Raises RuntimeError where that failed."""
+    ends = os.pipe()
+    if not (child := os.fork()):
+        code = 1
+        try:
+            os.write(ends[1], json.dumps(run()).encode())
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(ends[1])
+    with open(ends[0], "rb") as file:
+        found = file.read()
+    if status := os.waitpid(child, 0)[1]:
+        raise RuntimeError(f"a case ended with {status}")
+    return json.loads(found)
 
 
 def main() -> None:
@@ -123,10 +148,13 @@ def main() -> None:
                 named = [stored, computed, residency, codec, str(prompt), str(rows), str(chunk)]
                 if not set(words) <= set(named):
                     continue
+                how = (load, codec, prompt, rows, chunk)
                 if first:
-                    case(load, codec, prompt, rows, chunk)  # imports, and libraries' own memory
+                    case(load, "none", prompt, rows, chunk)  # imports
                     first = False
-                print(json.dumps({"case": named, **case(load, codec, prompt, rows, chunk)}), flush=True)
+                held_now()
+                found = forked(lambda how=how: (case(*how), case(*how))[1])
+                print(json.dumps({"case": named, **found}), flush=True)
 
 
 if __name__ == "__main__":
