@@ -28,10 +28,11 @@ from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import DiskMover
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan, promised
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
-from kvclient.hf.streaming.streams import COPIES, Streams, pieces_of
+from kvclient.hf.streaming.streams import Streams, pieces_of
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import copies, kept, lies
 
+COPIES = 2  # of a layer's tensors in another type, at one time
 # Not an attribute of the model: what a module has is part of its identity.
 _streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams | DeviceStreams] = weakref.WeakKeyDictionary()
 

@@ -34,7 +34,6 @@ from kvclient.hf.streaming.weights.places import Place, Room, copies, kept, plac
 from kvclient.hf.streaming.weights.vocabulary import StreamedEmbedding, StreamedHead, digest, numbered
 
 ROLES = {"embedding": "input", "head": "output"}
-COPIES = 2  # of a layer's tensors in another type, at one time
 
 
 def pieces_of(
@@ -202,8 +201,9 @@ class Streams:
             if not self._came.is_there(number, name)
         )
         slots = self.scheduler.slots if self.scheduler is not None else []
-        copied = self._copied() * (COPIES - len(self._rooms) - len(self._taken)) if self._streamed else 0
-        return coming + max(0, copied) + sum(len(slot.memory) for slot in slots if not slot.touched)
+        if self._streamed and not self._rooms and not self._taken:
+            coming += self._copied()  # the first room; a second is made only where two threads compute
+        return coming + sum(len(slot.memory) for slot in slots if not slot.touched)
 
     def close(self) -> None:
         """Ends the reading; the model cannot be called any more."""

@@ -179,6 +179,15 @@ def test_what_is_still_coming_is_not_free_for_the_next_model(checkpoint, free):
     streams_of(model).close()
 
 
+def test_one_threads_copies_are_all_that_is_withheld(checkpoint, free):
+    """Room for two threads' stayed promised for ever, though one alone called the model."""
+    whole = StreamingConfig(residency="full_stream")
+    model = StreamingCausalLM.from_pretrained(checkpoint, whole, dtype=torch.bfloat16)
+    logits(model)
+    assert residency.free_memory() == free["now"]
+    streams_of(model).close()
+
+
 def test_a_model_that_is_being_loaded_takes_what_it_was_promised(checkpoint, free):
     seen = []
 
