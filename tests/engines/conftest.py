@@ -174,6 +174,24 @@ class VllmProcess:
         self.process.wait()
 
 
+@pytest.fixture(scope="session")
+def one_without_a_store(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
+    options = {"model": tiny_model(0), "store": None}
+    engine = VllmProcess(tmp_path_factory.mktemp("plain") / "log", {}, options)
+    try:
+        assert engine.answer() == "ready", engine.log()[-6000:]
+        yield engine
+    finally:
+        engine.end()
+
+
+@pytest.fixture
+def plain(one_without_a_store: VllmProcess) -> VllmProcess:
+    """What vLLM answers without a store: one engine for all tests, for which nothing was computed before."""
+    one_without_a_store.ask(do="reset")
+    return one_without_a_store
+
+
 @pytest.fixture
 def vllm(tmp_path: Path) -> Iterator[Callable[..., list[VllmProcess]]]:
     """`vllm(options, options, env={...})`: engines that start side by side, and are ready."""

@@ -21,13 +21,9 @@ def same(found: dict, other: dict) -> None:
     assert found["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
 
 
-def test_another_engine_hits_and_answers_the_same(daemon, vllm, tiny_model):
+def test_another_engine_hits_and_answers_the_same(daemon, vllm, tiny_model, plain):
     store = {"dir": str(daemon().dir)}
-    model = tiny_model(0)
-    first, second, plain, foreign = vllm(
-        {"model": model, "store": store}, {"model": model, "store": store}, {"model": model, "store": None},
-        {"model": tiny_model(1), "store": store},
-    )  # fmt: skip
+    first, second, foreign = vllm(*({"model": tiny_model(seed), "store": store} for seed in (0, 0, 1)))
     (truth,) = plain.generate(PROMPT)
     (cold,) = first.generate(PROMPT)
     (warm,) = second.generate(PROMPT)
@@ -73,10 +69,9 @@ def test_blocks_that_go_between_look_up_and_load_are_recomputed(daemon, vllm, ti
     same(again, truth)
 
 
-def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model):
-    kvstored, model = daemon(), tiny_model(0)
-    stores = {"dir": str(kvstored.dir)}, None
-    engine, plain = vllm(*({"model": model, "store": store} for store in stores))
+def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model, plain):
+    kvstored = daemon()
+    (engine,) = vllm({"model": tiny_model(0), "store": {"dir": str(kvstored.dir)}})
     (truth,), (other_truth,) = plain.generate(PROMPT), plain.generate(OTHER)
     same(engine.generate(PROMPT)[0], truth)
     kvstored.kill()
@@ -96,14 +91,14 @@ def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model):
 
 
 @pytest.mark.parametrize("way", ["store", "spec"])
-def test_a_tiny_kv_cache_preempts_and_ends(daemon, vllm, tiny_model, way):
-    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
+def test_a_tiny_kv_cache_preempts_and_ends(daemon, vllm, tiny_model, plain, way):
+    store = {"dir": str(daemon().dir)}
     small = {
         "kv_bytes": 2 << 20,
         "max_tokens": 512,
         "llm": {"max_num_seqs": 10},
     }  # 32 blocks: fewer than the prompts' answers need
-    pressed, plain = vllm({"model": model, way: store, **small}, {"model": model, "store": None})
+    (pressed,) = vllm({"model": tiny_model(0), way: store, **small})
     prompts = [[(k * i + 1) % 500 for i in range(100)] for k in range(3, 13)]
     for answer, truth in zip(
         pressed.generate(*prompts, tokens=60), plain.generate(*prompts, tokens=60), strict=True
@@ -142,13 +137,12 @@ def test_a_corrupt_block_is_recomputed(daemon, vllm, tiny_model):
     same(again, truth)
 
 
-def test_prefill_and_decode_in_two_engines(daemon, vllm, tiny_model):
+def test_prefill_and_decode_in_two_engines(daemon, vllm, tiny_model, plain):
     """A producer that only saves, a consumer that only loads; the producer is killed in between."""
     store, model = {"dir": str(daemon().dir)}, tiny_model(0)
-    producer, consumer, plain = vllm(
+    producer, consumer = vllm(
         {"model": model, "store": store, "role": "kv_producer"},
         {"model": model, "store": store, "role": "kv_consumer"},
-        {"model": model, "store": None},
     )
     (prefilled,) = producer.generate(PROMPT, tokens=1)
     assert prefilled["cached"] == 0
@@ -162,13 +156,12 @@ def test_prefill_and_decode_in_two_engines(daemon, vllm, tiny_model):
     assert daemon_blocks(store) == blocks
 
 
-def test_prefill_on_one_host_and_decode_on_another(daemon, vllm, tiny_model, tmp_path, wait_until):
+def test_prefill_on_one_host_and_decode_on_another(daemon, vllm, tiny_model, plain, tmp_path, wait_until):
     """Two daemons, joined over TCP; then the prefiller's host is gone: what it did not give is computed."""
     hosts, model = Hosts(daemon, tmp_path).start().wait_up(wait_until), tiny_model(0)
-    producer, consumer, plain = vllm(
+    producer, consumer = vllm(
         {"model": model, "store": {"dir": str(hosts[0].dir)}, "role": "kv_producer"},
         {"model": model, "store": {"dir": str(hosts[1].dir), "fetch_wait_s": 5}, "role": "kv_consumer"},
-        {"model": model, "store": None},
     )
     producer.generate(PROMPT, OTHER, tokens=1)
     (decoded,) = consumer.generate(PROMPT, tokens=12)

@@ -24,11 +24,10 @@ def until_it_is_back(engine, plain, times):
     raise AssertionError(f"it did not take the new daemon up:\n{engine.log()[-4000:]}")
 
 
-def test_a_daemon_that_dies_during_a_load_and_a_store(daemon, vllm, tiny_model):
-    kvstored, model = daemon(), tiny_model(0)
+def test_a_daemon_that_dies_during_a_load_and_a_store(daemon, vllm, tiny_model, plain):
+    kvstored = daemon()
     store = {"dir": str(kvstored.dir), "timeout_s": 1.0}
-    (engine,) = vllm({"model": model, "store": store}, env=ARMED)
-    (plain,) = vllm({"model": model, "store": None})
+    (engine,) = vllm({"model": tiny_model(0), "store": store}, env=ARMED)
     truths = {tuple(prompt): plain.generate(prompt)[0] for prompt in (PROMPT, OTHER)}
     same(engine.generate(PROMPT)[0], truths[tuple(PROMPT)])
     for times, (fault, prompt) in enumerate((("kill-load", PROMPT), ("kill-store", OTHER)), 1):
@@ -46,11 +45,11 @@ def test_a_daemon_that_dies_during_a_load_and_a_store(daemon, vllm, tiny_model):
     same(engine.generate(OTHER)[0], truths[tuple(OTHER)])  # what was half stored is not found
 
 
-def test_a_request_given_up_while_its_load_fails_leaves_nothing_behind(daemon, vllm, tiny_model):
+def test_a_request_given_up_while_its_load_fails_leaves_nothing_behind(daemon, vllm, tiny_model, plain):
     """vLLM keeps the blocks of a request that it gives up in its own prefix cache, also those that were not
     loaded, because it looks for failed ones in requests that run."""
     store, model = {"dir": str(daemon().dir)}, tiny_model(0)
-    first, plain = vllm({"model": model, "store": store}, {"model": model, "store": None})
+    (first,) = vllm({"model": model, "store": store})
     (faulty,) = vllm({"model": model, "store": store}, env=ARMED)
     (truth,) = plain.generate(PROMPT)
     first.generate(PROMPT)

@@ -79,15 +79,14 @@ def test_a_killed_daemon_and_a_corrupt_block(daemon, vllm, tiny_model):
         raise AssertionError(f"it did not take the new daemon up:\n{first.log()[-4000:]}")
 
 
-def test_a_prefiller_that_is_killed(daemon, vllm, tiny_model, wait_until):
+def test_a_prefiller_that_is_killed(daemon, vllm, tiny_model, plain, wait_until):
     """In pieces of 64 tokens: what it had stored of its prompt is found, the rest is computed, all is right.
     What it had not sealed holds up nobody."""
     kvstored, model = daemon(), tiny_model(0)
     spec = {"dir": str(kvstored.dir), "wait_pending_s": 0}
     pieces = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
-    prefiller, decoder, plain = vllm(
-        {"model": model, "spec": spec, "llm": pieces},
-        {"model": model, "spec": spec}, {"model": model, "store": None},
+    prefiller, decoder = vllm(
+        {"model": model, "spec": spec, "llm": pieces}, {"model": model, "spec": spec}
     )  # fmt: skip
     long = [(17 * i * i + 3 * i) % 500 for i in range(1900)]
     prefiller.send({"do": "generate", "prompts": [long], "tokens": 100})
