@@ -42,8 +42,10 @@ class Leases:
                 blocks.release()
                 return made
             self._held.append(made)
-            while _count(self._held) > self._max_blocks and len(self._held) > 1:
-                self._pass(self._held.popleft())
+            count = _count(self._held)
+            while count > self._max_blocks and len(self._held) > 1:
+                count -= self._pass(self._held.popleft())
+            self._forget()
             self._arm()
         return made
 
@@ -55,11 +57,14 @@ class Leases:
                 if lease in ended:
                     lease.blocks.release()
             self._held = deque(lease for lease in self._held if lease not in ended)
+            self._over = deque(lease for lease in self._over if lease not in ended)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Those were loaded, by a reader that is known by its keys alone: for each the oldest lease that has
         it is done with it. One whose time was over counts for as long again: else its reader, who comes
-        late, would end the next one's."""
+        late, would end the next one's. The price: where that reader never comes, the next one's word is
+        taken for its, and pins of the same blocks stand up to `lease_s` each, until nobody has asked for
+        them that long. They are bounded as ever, and nobody loses what was promised."""
         with self._lock:
             self._forget()
             left = set(keys)
@@ -73,17 +78,17 @@ class Leases:
                     lease.blocks.release()
             self._held = deque(lease for lease in self._held if lease.keys)
 
-    def _pass(self, lease: Lease) -> None:
-        """Its time or its room is over."""
+    def _pass(self, lease: Lease) -> int:
+        """Its time or its room is over. How many blocks that were."""
         lease.blocks.release()
         self._over.append(lease)
-        self._forget()
+        return len(lease.keys)
 
     def _forget(self) -> None:
         """Readers that have not come; no more of them are remembered than blocks may be held."""
-        late = time.monotonic() - self._lease_s
-        while self._over and (self._over[0].until < late or _count(self._over) > self._max_blocks):
-            self._over.popleft()
+        late, count = time.monotonic() - self._lease_s, _count(self._over)
+        while self._over and (self._over[0].until < late or count > self._max_blocks):
+            count -= len(self._over.popleft().keys)
 
     @property
     def count(self) -> int:
@@ -117,6 +122,7 @@ class Leases:
             now = time.monotonic()
             while self._held and self._held[0].until <= now:
                 self._pass(self._held.popleft())
+            self._forget()
             self._arm()
 
 

@@ -175,21 +175,38 @@ class VllmProcess:
 
 
 @pytest.fixture(scope="session")
-def one_without_a_store(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
-    options = {"model": tiny_model(0), "store": None}
-    engine = VllmProcess(tmp_path_factory.mktemp("plain") / "log", {}, options)
-    try:
-        assert engine.answer() == "ready", engine.log()[-6000:]
-        yield engine
-    finally:
+def without_a_store() -> Iterator[list[VllmProcess]]:
+    """The engine that runs, if one does."""
+    started: list[VllmProcess] = []
+    yield started
+    for engine in started:
         engine.end()
 
 
 @pytest.fixture
-def plain(one_without_a_store: VllmProcess) -> VllmProcess:
-    """What vLLM answers without a store: one engine for all tests, for which nothing was computed before."""
-    one_without_a_store.ask(do="reset")
-    return one_without_a_store
+def plain(
+    without_a_store: list[VllmProcess], tiny_model, tmp_path_factory: pytest.TempPathFactory
+) -> VllmProcess:
+    """What vLLM answers without a store: one engine for all tests, with nothing in its cache. Another is
+    started where a test has left it dead, or with an answer that it did not read."""
+    if without_a_store and not _is_at_rest(without_a_store[0]):
+        without_a_store.clear()
+    if not without_a_store:
+        options = {"model": tiny_model(0), "store": None}
+        engine = VllmProcess(tmp_path_factory.mktemp("plain") / "log", {}, options)
+        without_a_store.append(engine)
+        assert engine.answer() == "ready", engine.log()[-6000:]
+    return without_a_store[0]
+
+
+def _is_at_rest(engine: VllmProcess) -> bool:
+    try:
+        engine.ask(do="reset")
+    except (AssertionError, OSError):
+        engine.kill_all()
+        engine.process.wait()
+        return False
+    return True
 
 
 @pytest.fixture
