@@ -87,8 +87,8 @@ class Decode:
 
 @dataclass(frozen=True)
 class Look:
-    """What computing a prompt comes to: how many of its tokens are there already, and the name of the first
-    block that is not, which others may be about to compute too.
+    """What computing a prompt comes to: how many of its tokens are there already, and the name of what is to
+    be computed first, which others may be about to compute too.
     """
 
     stored: int

@@ -102,6 +102,22 @@ def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> boo
     return prefix.part_tokens > before
 
 
+def tokens_behind(client: Any, identity: bytes, key: bytes, rest: Any) -> int:
+    """How many of the tokens `rest` [tokens] are the first of a sealed block behind the one of this key."""
+    keys, most = client.children(key), 0
+    if not keys:
+        return 0
+    with client.get(keys) as blocks:
+        for index, behind in enumerate(keys):
+            try:
+                known = verified(identity, behind, blocks[index])
+            except PinsExhausted:
+                break
+            if known is not None and known.parent_key == key:
+                most = max(most, common_length(known.ids, rest))
+    return most
+
+
 def follow_part(
     prefix: Any, client: Any, rest: Any, patience: Callable[[int, int, int], float]
 ) -> None:  # fmt: skip

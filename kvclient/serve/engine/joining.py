@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
 from kvclient.errors import KVClientError
 from kvclient.hf.attachment import running
 from kvclient.hf.attachment.attach import Attachment
+from kvclient.hf.connector.part import MIN_TAIL, tokens_behind
 from kvclient.hf.request.continuation import Opened
+from kvclient.hf.request.served_model import ServedModel
 from kvclient.serve.engine.job import Job
 from kvclient.serve.scheduler import Entry, Look
 
@@ -40,20 +45,39 @@ class Joining:
             return None  # only attention in place takes requests of any lengths side by side
         try:
             with self._asked(job):
-                chain = kv.chunker.chain(kv.identity, job.said)
+                served, said = kv._chosen(), job.said
+                chain = kv.chunker.chain(served.identity, said)
+                plain, whole = served.plain and served.parts is None, len(chain)
+                if plain and not whole:  # a prompt that is shorter than a block is found as a whole
+                    left = served.tail_tokens(len(said), kv.chunker.block_tokens)
+                    chain = kv.chunker.chain(served.identity, said[:left], partial=True)
         except KVClientError:
             return None  # generate() says what is wrong with it
-        if not len(chain):
-            return Look(0)
         try:
-            found = kv.client.lookup(chain)
+            found = kv.client.lookup(chain) if len(chain) else None
+            if found is not None and found.pending:
+                return None  # generate() follows who computes it
+            stored = found.resident if found is not None and job.read else 0
+            if not (job.read and job.write):
+                return Look(sum(chain.token_counts[:stored]))
+            if plain and whole and stored:
+                return self._behind(served, chain, stored, np.array(said, np.int32))
         except KVClientError:
             return None  # generate() knows what to do without a store
-        if found.pending:
-            return None  # generate() follows who computes it
-        stored = found.resident if job.read else 0
-        missing = chain.keys[stored] if stored < len(chain) and job.read and job.write else None
+        missing = chain.keys[stored] if stored < len(chain) else None
         return Look(sum(chain.token_counts[:stored]), missing)
+
+    def _behind(self, served: ServedModel, chain: Any, stored: int, said: np.ndarray) -> Look:
+        """The same of a prompt of which so many whole blocks are stored: texts that part inside of the next
+        one share what is before that. said: int32 [tokens].
+        """
+        size, have = self._kv.chunker.block_tokens, sum(chain.token_counts[:stored])
+        key, rest = chain.keys[stored - 1], said[have:]
+        if not served.tail_tokens(len(rest), size):
+            return Look(have)  # what too few are is kept nowhere
+        part = tokens_behind(self._kv.client, served.identity, key, rest)
+        shared = rest[: part + math.ceil(MIN_TAIL * size)]  # worth a step of its own
+        return Look(have + part, key + shared.tobytes() if part < len(rest) - 1 else None)
 
     @contextlib.contextmanager
     def opened(self, entry: Entry) -> Iterator[Opened | None]:

@@ -1,9 +1,11 @@
 """Proves that prompts which join the step of those that run change no answer: whenever they come, whatever is
 cancelled, and where the pass that they join fails.
 
+Also that what they share is computed once, inside of a block too.
+
 Method: the real loop on tiny models in fp32, let go step by step by the test, so that what comes between
 which steps is the test's to say (Hypothesis); passes that fail behind the first layer; greedy tokens against
-plain generate().
+plain generate(). What is shared is counted in tokens that were computed.
 """
 
 import functools
@@ -30,6 +32,7 @@ from tests.serve.loop.test_loop import Letters, ended
 LIMITS = Limits(max_batch=4, piece_tokens=48)
 NEW, POISON = 6, 41
 ALL = 1 << 10  # more steps than any of these takes
+EXAMPLES = itertools.count()
 
 
 class Stepped(Loop):
@@ -160,12 +163,31 @@ def test_a_prompt_that_breaks_every_pass_fails_by_itself(served, breaking, monke
     assert loop.stats()["requests_running"] == 0
 
 
+@pytest.mark.parametrize(
+    ("shared", "rests"),
+    [(48 + 9, (7, 11, 7, 5)), (48 + 9, (20, 25, 30, 22)), (9, (0, 0, 0, 0)), (48 + 9, (0, 0, 3, 0))],
+)
+def test_what_prompts_share_is_computed_once_wherever_in_a_block_it_ends(served, shared, rests):
+    """rests: tokens of each prompt's own behind what all share. A block has 16."""
+    model, kv, alone, breaking = served
+    breaking.at, breaking.poison = set(), None
+    loop, events, salt = Stepped(model, kv, LIMITS), queue.Queue(), b"shared %d" % next(EXAMPLES)
+    asked = [words(shared, seed=50) + words(rest, seed=51 + i) for i, rest in enumerate(rests)]
+    jobs = [ask(loop, ids, events, index, salt) for index, ids in enumerate(asked)]
+    loop.go_on(ALL)
+    ended(events, len(jobs))
+    computed = loop.stats()["prompt_tokens_computed_total"]
+    loop.close()
+    assert [job.tokens for job in jobs] == [alone(ids) for ids in asked]
+    again = sum(max(rest, 1) for rest in rests[1:])  # of a prompt that is there whole its last token
+    assert computed == len(asked[0]) + again
+
+
 EVENT = st.one_of(
     st.tuples(st.just("ask"), st.integers(0, 2), st.integers(1, 100)),  # which words, and how many of them
     st.tuples(st.just("steps"), st.integers(1, 4), st.just(0)),
     st.tuples(st.just("cancel"), st.integers(0, 9), st.just(0)),
 )
-EXAMPLES = itertools.count()
 
 
 @settings(max_examples=25, deadline=None)
