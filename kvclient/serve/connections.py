@@ -2,16 +2,22 @@
 
 Owns those that wait for a whole request. Never answers. Invariant: a request is whole within `whole_s` of the
 connection's start or its last answer's end, or the connection is closed; of those that wait at most `most`
-are open, the oldest go first: so they cannot keep others from being served.
+are open, the oldest go first: so they cannot keep others from being served. One above the most that may be
+open at all is answered once, 503.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvclient.serve.errors import ApiError
+
+RETRY_AFTER_S = 2
 
 
 @dataclass
@@ -41,13 +47,19 @@ class Waiting:
         connection.transport.abort()
 
 
-def protocol(waiting: Waiting) -> type[H11Protocol]:
-    """uvicorn's own, which says here what its connections wait for."""
+def protocol(waiting: Waiting, connections: int) -> type[H11Protocol]:
+    """uvicorn's own, which says here what its connections wait for. connections: that may be open."""
 
     class Watched(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             waiting.add(self)
+            answers, refuses = self.app, refusing(connections)
+
+            async def app(*asked: Any) -> None:
+                await (refuses if len(self.connections) > connections else answers)(*asked)
+
+            self.app = app
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -69,3 +81,27 @@ def protocol(waiting: Waiting) -> type[H11Protocol]:
             super().connection_lost(exc)
 
     return Watched
+
+
+def refusing(connections: int) -> Any:
+    """An ASGI application that has no room for another connection than so many."""
+    text = f"{connections} connections are open already"
+    error = ApiError(503, text, "server_error", "too_many_connections")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        told = json.dumps(error.body_at(scope["path"])).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(told)),
+                   (b"retry-after", b"%d" % RETRY_AFTER_S), (b"connection", b"close")]  # fmt: skip
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": told})
+
+    return app
+
+
+def heads(app: Any) -> Any:
+    """The same ASGI application, to which HEAD is GET: the server leaves the body out."""
+
+    async def answers(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
+
+    return answers

@@ -63,12 +63,12 @@ def serve(app: Any, door: socket.socket) -> None:
     """Until SIGINT or SIGTERM."""
     import uvicorn
 
-    from kvclient.serve.connections import Waiting, protocol
+    from kvclient.serve.connections import Waiting, heads, protocol
 
     most = min(CONNECTIONS, max(64, _descriptors() - OWN_FILES))
     config = uvicorn.Config(
-        app, log_level="error", access_log=False, timeout_keep_alive=30, limit_concurrency=most,
-        http=protocol(Waiting(min(WAITING, most // 2), WHOLE_S)),
+        heads(app), log_level="error", access_log=False, timeout_keep_alive=30,
+        http=protocol(Waiting(min(WAITING, most // 2), WHOLE_S), most),
         h11_max_incomplete_event_size=64 << 10, timeout_graceful_shutdown=GRACE_S,
     )  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has ended

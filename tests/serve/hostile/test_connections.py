@@ -1,4 +1,5 @@
-"""Proves that connections which ask for nothing, or take for ever to, cost the others nothing.
+"""Proves that connections which ask for nothing, or take for ever to, cost the others nothing; that one above
+the most is told so; and that HEAD is GET without a body.
 
 Method: a real server process by kvclient.serve.listening over an application of three lines, short times, and
 raw sockets of loopback: slow heads, slow bodies, heads without end, and as many idle connections as this
@@ -6,6 +7,7 @@ process may open, 3,000 at most.
 """
 
 import contextlib
+import json
 import resource
 import socket
 import subprocess
@@ -18,12 +20,13 @@ import pytest
 from kvclient.serve.connections import Waiting
 from tests.conftest import ROOT
 
-WHOLE_S, WAITING, WAIT_S = 4.0, 200, 60
+WHOLE_S, WAITING, WAIT_S, MOST = 4.0, 200, 60, 40
 PROGRAM = f"""
-import asyncio
+import asyncio, sys
 from kvclient.serve import listening
 
-listening.WHOLE_S, listening.WAITING = {WHOLE_S}, {WAITING}
+listening.WHOLE_S, listening.WAITING, *most = {WHOLE_S}, {WAITING}, *map(int, sys.argv[1:])
+listening.CONNECTIONS = most[0] if most else listening.CONNECTIONS
 going = asyncio.Event()
 
 async def app(scope, receive, send):
@@ -38,7 +41,11 @@ async def app(scope, receive, send):
         going.set()
     if scope["path"] == "/held":
         await going.wait()
-    await send({{"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]}})
+    status = 200 if scope["method"] in ("GET", "POST") else 405
+    await send({{"type": "http.response.start", "status": status, "headers": [(b"content-length", b"8")]}})
+    if scope["path"] == "/stays":
+        await send({{"type": "http.response.body", "body": b"a", "more_body": True}})
+        await receive()
     await send({{"type": "http.response.body", "body": b"%8d" % length}})
 
 door = listening.bound("test", "127.0.0.1", 0)
@@ -47,15 +54,20 @@ listening.serve(app, door)
 """
 
 
-@pytest.fixture(scope="module")
-def port():
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@contextlib.contextmanager
+def started(*args):
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *args], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
     yield int(process.stdout.readline())
     process.terminate()
     _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors, errors
+
+
+@pytest.fixture(scope="module")
+def port():
+    with started() as listens:
+        yield listens
 
 
 def connected(port):
@@ -182,3 +194,29 @@ def test_thousands_of_idle_connections_keep_nobody_out(port):
         for connection in idle:
             connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_head_is_get_without_a_body(port):
+    with connected(port) as connection:
+        for method, body in ((b"HEAD", b""), (b"GET", b"       0")):
+            connection.sendall(method + b" / HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\n")
+            said = b""
+            while not said.endswith(b"\r\n\r\n" + body):
+                said += (more := connection.recv(4096))
+                assert more, said
+            assert said.startswith(b"HTTP/1.1 200 OK") and b"content-length: 8" in said.lower()
+
+
+def test_a_connection_above_the_most_is_told_so_as_openai_and_anthropic_have_it():
+    with started(str(MOST)) as port, contextlib.ExitStack() as stack:
+        for _ in range(MOST):  # all under way: of those that wait the oldest are closed
+            connection = stack.enter_context(connected(port))
+            connection.sendall(b"GET /stays HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(1), "its answer has begun"
+        for path, outer in ((b"/v1/models", {"error"}), (b"/v1/messages", {"type", "error"})):
+            with connected(port) as more:
+                more.sendall(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+                head, _, body = closed(more, b"").partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after: 2" in head, head
+            told = json.loads(body)
+            assert set(told) == outer and f"{MOST} connections" in told["error"]["message"]
