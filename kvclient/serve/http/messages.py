@@ -33,7 +33,7 @@ class Ephemeral(Strict):
 class Block(BaseModel):
     """Other fields of a block come back from clients with answers, as they hold them."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=True)
     cache_control: Ephemeral | None = None
 
 

@@ -5,18 +5,22 @@ Owns the names and limits of OpenAI's contract as this server keeps it, and of i
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Strict as Strictness
 
 MOST_STOPS, MOST_STOP_CHARS, MOST_CHOICES, MOST_TOOLS = 16, 256, 16, 64
 Tokens = list[int]
+Id = Annotated[int, Strictness(False)]  # of a token; as a name in JSON it is a text
 
 
 class Strict(BaseModel):
-    """What is null is not said: clients spell out what they leave to the server."""
+    """What is null is not said: clients spell out what they leave to the server. What is of another kind than
+    its field is refused: no number is a text, or true.
+    """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +69,7 @@ class Common(Strict):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=5)
-    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
+    logit_bias: dict[Id, float] | None = Field(None, max_length=1024)
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int = Field(1, ge=1, le=MOST_CHOICES)
@@ -146,7 +150,7 @@ class Message(BaseModel):
     """Other fields of a message (annotations, audio: null) come back from clients with the answers of
     others."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None

@@ -1,7 +1,10 @@
 """Proves that a request as clients write it is taken, and that what is wrong with one is said where it is:
-null is what was not said, a message says something, the field that is named is one of the request.
+null is what was not said, a message says something, the field that is named is one of the request; and that
+no field takes a value of another kind for its own, as a number that is a text or true.
 
 Method: the application itself over a loop that has no room, so that what is taken is a 429 and costs nothing.
+The wrong values are made from the schema of each request: in the place of each of its values, however deep,
+one of each kind that it does not have.
 """
 
 import asyncio
@@ -9,10 +12,20 @@ from types import SimpleNamespace
 
 import httpx2
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from kvclient.serve.http.app import create_app
 from kvclient.serve.http.asking import Asking
-from kvclient.serve.http.schema import ChatRequest, CompletionRequest
+from kvclient.serve.http.decisions import DecisionRequest
+from kvclient.serve.http.messages import Counted, MessagesRequest
+from kvclient.serve.http.responses import ResponsesRequest
+from kvclient.serve.http.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    WarmRequest,
+)
 from kvclient.serve.scheduler import Limits, QueueFull
 
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -106,3 +119,85 @@ def test_a_body_of_another_type_is_told_so(kind):
     assert answer.status_code in (400, 429)
     if answer.status_code == 400:
         assert "application/json" in answer.json()["error"]["message"]
+
+
+WRONG = {"integer": 1, "number": 1.0, "boolean": True, "string": "5", "array": [], "object": {}}
+REQUESTS = [
+    ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, Counted, DecisionRequest,
+    TokenizeRequest, DetokenizeRequest, WarmRequest,
+]  # fmt: skip
+
+
+class Schema:
+    """A JSON schema as pydantic writes it; of: the whole, which references name parts of."""
+
+    def __init__(self, of, part):
+        while "$ref" in part:
+            part = of["$defs"][part["$ref"].rpartition("/")[2]]
+        self._of, self._part = of, part
+
+    @property
+    def ways(self):
+        found = self._part.get("anyOf") or self._part.get("oneOf")
+        return [self] if found is None else [way for part in found for way in Schema(self._of, part).ways]
+
+    @property
+    def kind(self):
+        return self._part.get("type", "string" if {"const", "enum"} & self._part.keys() else None)
+
+    def right(self):
+        """A value that is taken."""
+        part, way = self._part, self.ways[0]
+        if way is not self:
+            return way.right()
+        if "const" in part or "enum" in part:
+            return part.get("const", part.get("enum", [None])[0])
+        if self.kind == "object":
+            inner = {name: Schema(self._of, part["properties"][name]) for name in part.get("required", ())}
+            named = {name: schema.right() for name, schema in inner.items()}
+            if part.get("minProperties"):
+                named["x"] = self._inner.right()
+            return named | ({"content": "x"} if "role" in named else {})
+        least = part.get("minimum", 1)
+        some = [self._inner.right()] if self.kind == "array" and part.get("minItems") else []
+        values = {"array": some, "boolean": True, "integer": least, "number": least, "string": "x"}
+        return values.get(self.kind)
+
+    @property
+    def _inner(self):
+        return Schema(self._of, self._part.get("items") or self._part.get("additionalProperties") or {})
+
+    def wrong(self):
+        """Values that are of another kind, or hold one."""
+        kinds = {way.kind for way in self.ways}
+        if None in kinds:
+            return
+        known = kinds | ({"integer"} if "number" in kinds else set())
+        yield from (value for kind, value in WRONG.items() if kind not in known)
+        for way in self.ways:
+            holds = way._part.get("items") or way._part.get("additionalProperties")
+            if isinstance(holds, dict) and len(self.ways) == 1:
+                for value in way._inner.wrong():
+                    yield [value] if way.kind == "array" else {"5": value}
+            for name in way._part.get("properties", ()):
+                for value in Schema(self._of, way._part["properties"][name]).wrong():
+                    yield {**way.right(), name: value}
+
+
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_no_field_takes_a_value_of_another_kind(request_of):
+    kinds, taken, count = TypeAdapter(request_of), [], 0
+    whole = Schema(schema := kinds.json_schema(), schema)
+    right = whole.right() | ({"prompt": "x"} if request_of is WarmRequest else {})
+    kinds.validate_python(right)
+    for name, part in schema["properties"].items():
+        for value in Schema(schema, part).wrong():
+            count += 1
+            try:
+                kinds.validate_python({**right, name: value})
+                taken.append((name, value))
+            except ValidationError as error:
+                deepest = max(error.errors(), key=lambda met: len(met["loc"]))
+                assert deepest["loc"][:1] == (name,), "another field is named"
+    assert not taken
+    assert count > 10
