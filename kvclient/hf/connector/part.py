@@ -8,7 +8,7 @@ blocks before it are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvclient.blocks.keys import chain
@@ -102,12 +102,13 @@ def agreeing_part(prefix: Any, rest: Any, keys: list[bytes], blocks: Any) -> boo
     return prefix.part_tokens > before
 
 
-def tokens_behind(client: Any, identity: bytes, key: bytes, rest: Any) -> int:
-    """How many of the tokens `rest` [tokens] are the first of a sealed block behind the one of this key."""
-    keys, most = client.children(key), 0
+def tokens_behind(client: Any, identity: bytes, key: bytes, keys: Sequence[bytes], rest: Any) -> int:
+    """How many of the tokens `rest` [tokens] are the first of one of these sealed blocks behind that of a
+    key."""
+    most = 0
     if not keys:
         return 0
-    with client.get(keys) as blocks:
+    with client.get(list(keys)) as blocks:
         for index, behind in enumerate(keys):
             try:
                 known = verified(identity, behind, blocks[index])

@@ -55,6 +55,14 @@ class Failed:
 Event = Token | Prompt | Done | Failed
 
 
+@dataclass(frozen=True)
+class Behind:
+    """What was found in the blocks of these keys, all but the first behind the one of the first."""
+
+    keys: list[bytes]
+    tokens: int
+
+
 @dataclass(eq=False)
 class Job:
     """tell: called from the loop's thread with each event; must not block. salt: of its KV; b"": nobody's."""
@@ -83,6 +91,7 @@ class Job:
     exact: bool = True  # nothing of it was computed behind approximate tokens
     first: Prompt | None = None
     draft: Record | None = None
+    behind: Behind | None = None  # the last look at what its prompt shares inside of a block
 
     @property
     def said(self) -> list[int]:

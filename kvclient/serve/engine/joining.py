@@ -24,7 +24,7 @@ from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.connector.part import MIN_TAIL, tokens_behind
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.request.served_model import ServedModel
-from kvclient.serve.engine.job import Job
+from kvclient.serve.engine.job import Behind, Job
 from kvclient.serve.scheduler import Entry, Look
 
 log = logging.getLogger(__name__)
@@ -61,21 +61,25 @@ class Joining:
             if not (job.read and job.write):
                 return Look(sum(chain.token_counts[:stored]))
             if plain and whole and stored:
-                return self._behind(served, chain, stored, np.array(said, np.int32))
+                return self._behind(job, served, chain, stored)
         except KVClientError:
             return None  # generate() knows what to do without a store
         missing = chain.keys[stored] if stored < len(chain) else None
         return Look(sum(chain.token_counts[:stored]), missing)
 
-    def _behind(self, served: ServedModel, chain: Any, stored: int, said: np.ndarray) -> Look:
+    def _behind(self, job: Job, served: ServedModel, chain: Any, stored: int) -> Look:
         """The same of a prompt of which so many whole blocks are stored: texts that part inside of the next
-        one share what is before that. said: int32 [tokens].
+        one share what is before that.
         """
         size, have = self._kv.chunker.block_tokens, sum(chain.token_counts[:stored])
-        key, rest = chain.keys[stored - 1], said[have:]
+        key, rest = chain.keys[stored - 1], np.array(job.said[have:], np.int32)
         if not served.tail_tokens(len(rest), size):
             return Look(have)  # what too few are is kept nowhere
-        part = tokens_behind(self._kv.client, served.identity, key, rest)
+        # Each get() counts as a use of what is got, and one prompt is looked at before many steps.
+        keys = [key, *self._kv.client.children(key)]
+        if job.behind is None or job.behind.keys != keys:
+            job.behind = Behind(keys, tokens_behind(self._kv.client, served.identity, key, keys[1:], rest))
+        part = job.behind.tokens
         shared = rest[: part + math.ceil(MIN_TAIL * size)]  # worth a step of its own
         return Look(have + part, key + shared.tobytes() if part < len(rest) - 1 else None)
 

@@ -21,7 +21,7 @@ import torch
 from kvclient.errors import InvalidArgument
 from kvclient.serve.errors import ApiError
 from kvclient.serve.http.reasoning import CLOSE, OPEN
-from kvclient.serve.http.tools import LISTED, LLAMA, TAG, TAG_END, WHITE
+from kvclient.serve.http.tools import LISTED, LLAMA, TAG, TAG_END, TYPED, WHITE
 
 MOST_SCHEMA_BYTES = 64 << 10
 VALUES = {"const", "enum", "default", "examples"}  # keywords behind which no schemas stand
@@ -116,7 +116,7 @@ def calls_grammar(
         ways = f"{name}_told" + ("" if token is None else f" | {before}<[{token}]>")
         return [f"{name}: {ways}", f"{name}_told[lazy]: /{TEXTS[before]}{_escaped(word)}/"]
 
-    order = f'"name"{WHITE}:{WHITE}"%s"{WHITE},{WHITE}"(arguments|parameters)"{WHITE}:'
+    order = f'{TYPED}"name"{WHITE}:{WHITE}"%s"{WHITE},{WHITE}"(arguments|parameters)"{WHITE}:'
     rules = [
         *mark("tag", TAG, "TEXT "), *mark("list", LISTED, "TEXT "), *mark("llama", LLAMA, "BLANK? "),
         *mark("tag_end", TAG_END, ""), *mark("opened", OPEN, "BLANK? "), *mark("thought", CLOSE, "TEXT "),
@@ -221,6 +221,9 @@ class Matcher:
         return scores.masked_fill(~allowed, float("-inf"))
 
     def take(self, token: int) -> None:
-        """The token was chosen. Raises RuntimeError if the grammar forbids it."""
+        """The token was chosen. Raises RuntimeError if the grammar forbids it, InvalidArgument as mask()."""
         if not self.over and not self._matcher.consume_token(token):
+            reason = self._matcher.get_error().partition("\n")[0]
+            if "too many" in reason or "complex" in reason:
+                raise InvalidArgument(f"the schema cannot be followed any further: {reason}")
             raise RuntimeError(f"token {token} was chosen although the grammar forbids it")

@@ -18,7 +18,8 @@ LISTED = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
 ANYWHERE, AT_START = (TAG, LISTED), (LLAMA, "{", "[")
 WHITE = r"[ \t\n\r]*"  # in JSON
-NAME = rf'\{{{WHITE}"name"{WHITE}:{WHITE}"([^"\\]+)"{WHITE},'
+TYPED = f'("type"{WHITE}:{WHITE}"function"{WHITE},{WHITE})?'  # llama's begin so
+NAME = rf'\{{{WHITE}(?:{TYPED})"name"{WHITE}:{WHITE}"(?P<name>[^"\\]+)"{WHITE},'
 HEAD = re.compile(rf'{NAME}{WHITE}"(?:arguments|parameters)"{WHITE}:{WHITE}(?=\{{)')
 FORCED = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\S)')
 
@@ -99,11 +100,14 @@ class SpokenCalls:
     """What a model says that may call tools, as its text grows: deltas of content and of tool_calls. A call's
     arguments are told as they are generated, once its name has been said and was offered; one that is spelled
     in another order is told when it is whole. most: calls that are told; those behind them are not shown.
-    strict: of no other order, as none but that is kept to a schema (grammar.calls_grammar).
+    strict: of these no other order, as none but that is kept to a schema (grammar.calls_grammar).
     """
 
-    def __init__(self, offered: Collection[str], most: int | None = None, strict: bool = False) -> None:
+    def __init__(
+        self, offered: Collection[str], most: int | None = None, strict: Collection[str] = ()
+    ) -> None:  # fmt: skip
         self._offered, self._most, self._strict, self.count = offered, most, strict, 0
+        self._free = False  # a call was read that the grammar of strict ones took for text, in a list
         self._held, self._at = "", 0  # what is not told, or may have to be; and how far that is read
         self._reads: Callable[[list[dict[str, Any]], bool], bool] = self._text
         self._started = False  # something but white space was met
@@ -165,9 +169,9 @@ class SpokenCalls:
         end = self._object.look(self._held)
         if self._arguments is None:
             head = HEAD.match(self._held, self._start)
-            if head is not None and head[1] in self._offered:
+            if head is not None and head["name"] in self._offered and self._kept(head["name"]):
                 self._arguments, self._at = Value(head.end()), head.end()
-                self._tell(out, _spelled(head[1], ""))
+                self._tell(out, _spelled(head["name"], ""))
         if self._arguments is not None:
             reached = self._arguments.look(self._held) or len(self._held)
             if reached > self._at:
@@ -193,15 +197,23 @@ class SpokenCalls:
         if not ended and (not rest or (closing.startswith(rest) and rest != closing)):
             return False
         done = len(closing) if closing and rest.startswith(closing) else 0
-        self._held, self._at, self._mark, self._listed = self._held[self._at + done :], 0, "", False
+        self._held, self._at, self._mark = self._held[self._at + done :], 0, ""
+        self._listed = self._free = False
         if done:
             self._reads = self._closing
             return True
         self._reads = self._text
         return bool(self._held)
 
+    def _kept(self, name: str) -> bool:
+        return not (self._free and name in self._strict)
+
     def _otherwise(self, text: str) -> dict[str, Any] | None:
-        return None if self._strict else _parsed(text, self._offered)
+        call = _parsed(text, self._offered)
+        if call is None or call["function"]["name"] in self._strict:
+            return None
+        self._free = bool(self._listed)
+        return call
 
     def _no_call(self, out: list[dict[str, Any]], end: int) -> bool:
         """What is held is text, up to there."""
@@ -227,7 +239,7 @@ class SpokenCalls:
 
 
 def calls_in(
-    text: str, offered: Collection[str], most: int | None = None, strict: bool = False
+    text: str, offered: Collection[str], most: int | None = None, strict: Collection[str] = ()
 ) -> tuple[str, list[dict[str, Any]]]:
     """(the text beside them, the calls as OpenAI's tool_calls) of a whole text, as SpokenCalls reads it."""
     beside, calls = "", list[dict[str, Any]]()

@@ -12,6 +12,7 @@ import functools
 import itertools
 import queue
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -181,6 +182,22 @@ def test_what_prompts_share_is_computed_once_wherever_in_a_block_it_ends(served,
     assert [job.tokens for job in jobs] == [alone(ids) for ids in asked]
     again = sum(max(rest, 1) for rest in rests[1:])  # of a prompt that is there whole its last token
     assert computed == len(asked[0]) + again
+
+
+def test_looking_at_a_prompt_again_reads_no_block_again(served, monkeypatch):
+    model, kv, _, breaking = served
+    breaking.at, breaking.poison, salt, events = set(), None, b"looks", queue.Queue()
+    common = words(48 + 9, seed=50)
+    loop = Stepped(model, kv, LIMITS)
+    ask(loop, common + words(7, seed=51), events, 0, salt)
+    loop.go_on(ALL)
+    ended(events, 1)
+    loop.close()
+    gets, get = [], type(kv.client).get
+    monkeypatch.setattr(type(kv.client), "get", lambda *a, **more: gets.append(1) or get(*a, **more))
+    job = Job(common + words(7, seed=52), NEW, None, None, None, salt=salt)
+    looked = {loop._joining.look(SimpleNamespace(job=job)) for _ in range(9)}
+    assert [look.stored for look in looked] == [48 + 9] and len(gets) == 1
 
 
 EVENT = st.one_of(

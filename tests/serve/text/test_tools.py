@@ -31,13 +31,14 @@ CALL = '{"name": "look", "arguments": {"k": "a"}}'
         (f"[{CALL}]", ""),
         ('<tool_call>{"arguments": {"k": "a"}, "name": "look"}</tool_call>', ""),  # in another order
         (f"<tool_call>{CALL}</tool_call>\nDone.", "Done."),
+        ('{"type": "function", "name": "look", "parameters": {"k": "a"}}', ""),  # llama
     ],
 )
 def test_every_spelling_is_read(text, beside):
     told, (call,) = calls_in(text, {"look"})
     assert told == beside and call["function"]["name"] == "look"
     assert json.loads(call["function"]["arguments"]) == {"k": "a"}
-    kept = calls_in(text, {"look"}, strict=True)  # where a grammar forces the order, no other is read
+    kept = calls_in(text, {"look"}, strict={"look"})  # where a grammar forces the order, no other is read
     assert kept[0] == (text if '{"arg' in text else beside) and len(kept[1]) == ('{"arg' not in text)
 
 
@@ -147,7 +148,7 @@ def test_a_request_for_one_call_is_one():
     plain = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
     for wanted, most in ((None, None), (True, None), (False, 1)):
         request = ChatRequest(**plain, parallel_tool_calls=wanted)
-        assert offered(Ask([1], 1, Sampling(), request)) == ({"look"}, most, False)
+        assert offered(Ask([1], 1, Sampling(), request)) == ({"look"}, most, set())
     turn = [{"role": "user", "content": "x"}]
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     asked = {"messages": turn, "max_tokens": 1, "tools": [{"name": "look", "input_schema": {}}]}
@@ -161,3 +162,11 @@ def test_two_calls_are_told_while_they_are_said():
         told += spoken.add(letter)
     assert together(told) == ("I do.", [["look", '{"k": "a"}']] * 2)
     assert len(told) > 20, "told at the end"
+
+
+def test_beside_a_strict_tool_the_others_are_read_in_every_order():
+    """But for what follows them in their list: a grammar took that for text."""
+    text = '{"arguments": {"k": "a"}, "name": "other"}'
+    for said, names in ((text, ["other"]), (f"[{text}, {CALL}]", ["other"]), (f"[{CALL}]", ["look"])):
+        calls = calls_in(said, {"look", "other"}, strict={"look"})[1]
+        assert [call["function"]["name"] for call in calls] == names

@@ -117,17 +117,18 @@ class Offered(NamedTuple):
 
     names: set[str]
     most: int | None
-    strict: bool
+    strict: set[str]
 
 
 def offered(ask: Ask) -> Offered:
-    """The names of its tools, how many calls an answer may have (None: any number), and whether a grammar
-    keeps them to their schemas. In an answer of response_format's schema none of a strict tool is read.
+    """The names of its tools, how many calls an answer may have (None: any number), and whose calls a grammar
+    keeps to their schemas. In an answer of response_format's schema none of a strict tool is read.
     """
     asked = cast(ChatRequest, ask.request)  # no other has tools
     most = 1 if asked.parallel_tool_calls is False else None
     functions = [tool.function for tool in asked.tools if not (ask.constrained and tool.function.strict)]
-    return Offered({function.name for function in functions}, most, ask.strict_tools)
+    strict = {function.name for function in functions if function.strict and ask.strict_tools}
+    return Offered({function.name for function in functions}, most, strict)
 
 
 def wants_usage(run: Run) -> bool:
