@@ -141,6 +141,43 @@ TEST(the_next_daemon_honours_what_was_given_and_no_more) {
   rig.store->check_integrity();
 }
 
+// By a daemon that knows of no names between two that do, and says what it gives in the pages alone.
+TEST(what_a_daemon_before_gave_and_took_back_meanwhile_is_honoured) {
+  Full rig;
+  Page first(*rig.store, 8192, kOther, true), second(*rig.store, 8192, kOther, true);
+  CHECK_EQ(pin(rig, first, 0, 500).size(), 500u);
+  CHECK_EQ(pin(rig, second, 500, 505).size(), 5u);
+  CHECK(first.board->allowance().slots > 505);
+  rig.head(first)->allowance.store(PinAllowance{500, 2}.pack());
+  rig.head(second)->allowance.store(PinAllowance{kBlocks / 4 - 500, 2}.pack());
+  for (uint32_t i = 5; i < 515; ++i) {
+    const Handle pinned = rig.handle(500 + i);
+    rig.words(second)[i].store(pin_word(pinned.record, pinned.generation));
+  }
+  rig.head(second)->pins_high.store(515);
+  for (int restarts = 0; restarts < 2; ++restarts) {
+    rig.restart();
+    CHECK_EQ(rig.refused(3000), 0);
+    uint64_t lost = 0;
+    for (uint64_t i = 0; i < 1015; ++i) lost += !rig.resident(i);
+    CHECK_EQ(lost, 0u);
+  }
+  rig.store->check_integrity();
+}
+
+TEST(nobody_foresees_the_next_name_of_a_page) {
+  Full rig;
+  Page page(*rig.store, 8192, kOther, true);
+  const auto last = [&] {
+    for (const auto& file : std::filesystem::directory_iterator(rig.segments.directory))
+      if (SessionFile::number_in(file.path().filename().string().substr(4)) == page.id) return file.path().extension().string();
+    return std::string();
+  };
+  const std::string before = last();
+  CHECK(!before.empty() && pin(rig, page, 0, 5).size() == 5);
+  CHECK(!last().empty() && last() != before);
+}
+
 // A page that says, before a restart, that all its user may hold was given to it, where others hold the rest.
 TEST(a_page_that_lies_to_the_next_daemon_takes_nothing_from_others) {
   Full rig;

@@ -199,6 +199,7 @@ void Attachment::let_go_of_asked() {
 // A second call ends a session that was resumed while the first one ran.
 void Attachment::close() {
   if (foreign()) return;
+  const WithoutHeldLock unheld;  // another thread's copy may wait for that lock, and its answer for the daemon
   if (!closed_.exchange(true)) {
     {
       std::unique_lock copies(copying_mutex_);

@@ -127,8 +127,9 @@ bool SessionFile::name_allowance(PinAllowance allowance) {
   const size_t end = path_.rfind('.');
   const size_t begin = named_allowance() ? path_.rfind('.', end - 1) : end;
   char word[24];
-  std::snprintf(word, sizeof word, ".%lx", allowance.pack());
-  std::string path = path_.substr(0, begin) + word + path_.substr(end);
+  std::snprintf(word, sizeof word, ".%lx.", allowance.pack());
+  // A new random part: whoever foresaw the name could have made a file there, which a directory like /tmp lets nobody replace.
+  std::string path = path_.substr(0, begin) + word + hex(random_id());
   if (::rename(path_.c_str(), path.c_str()) != 0) return false;
   path_ = std::move(path);
   return true;

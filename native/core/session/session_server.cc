@@ -293,6 +293,7 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
   if (!wanted.read_only && right_of(connection.who, options_.tenants[number], ::geteuid()) != Right::Write)
     throw Error(Code::NotPermitted, "this user may read namespace " + name + " and not write it: attach read-only");
   stores_[number]->check_reader(wanted.version);  // here, where it may ask again as another version
+  Store::check_asks(wanted.version, connection.who.uid);
   threads_[number]->take({let_go(connection.socket.get()), request, wanted});
 }
 

@@ -112,7 +112,7 @@ bool Store::file_lives_for(uint32_t record, uint32_t ttl_s) const {
 }
 
 // May this block be written? If not, `out` says why. `found`: its record on disk, if it has one.
-bool Store::is_claimable(const CreateRequest& request, const Key& key, double now, Granted& out, uint32_t& found) {
+bool Store::is_claimable(const Key& key, double now, Granted& out, uint32_t& found) {
   found = index_.find_exclusive(key);
   if (found != Index::kAbsent && control(found).state() != State::Disk) {
     if (control(found).state() == State::Created) {
@@ -185,7 +185,7 @@ bool Store::enter(const CreateRequest& request, const CreateItem& item, uint32_t
 void Store::grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out) {
   uint32_t found;
   bool file_goes = false;  // and no record tells of it
-  if (!is_claimable(request, item.key, now, out, found)) return;
+  if (!is_claimable(item.key, now, out, found)) return;
   if (blocks_.free_head == Index::kAbsent && disk_.spare_records()) {
     if (disk_.blocks.size() && disk_.blocks.least().record == found) {
       file_goes = !request.loaded && !file_lives_for(found, request.ttl_s);
@@ -228,14 +228,16 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
   const Layout& layout = known->layout;
   check_items(request.items, layout, pool_.capacity());
   std::vector<Granted> out(request.items.size());
-  const double now = use_now();
+  double now = use_now();
   auto still_there =
       [&]()
           REQUIRES(mutex_) {  // the lock was given away: its session's end takes what was granted to it, a layout's went with it
             owner = &session_of(request.owner);
             static_cast<void>(layouts_.by_id(request.layout));
+            now = std::min(now, clock_.value);  // all scores may have been divided
           };
-  auto attempt = [&]() REQUIRES(mutex_) {
+  // The lock is given away on the way only where nothing was evicted for this request yet: others would take it.
+  auto attempt = [&](bool in_slices) REQUIRES(mutex_) {
     std::vector<size_t> missing;
     Slice slice(kSlice);
     for (size_t i = 0; i < std::min(kAhead, out.size()); ++i) index_.prefetch_bucket(request.items[i].key);
@@ -245,30 +247,30 @@ std::vector<Granted> Store::create(const CreateRequest& request) {
       grant(request, request.items[i], *known, now, out[i]);
       if (out[i].status == Grant::Granted) add_unsealed(*owner, out[i].handle.record);
       if (out[i].status == Grant::NoSpace) missing.push_back(i);
-      if (slice.over()) mutex_.give_way(), still_there(), slice.again();
+      if (in_slices && slice.over()) mutex_.give_way(), still_there(), slice.again();
     }
     return missing;
   };
-  std::vector<size_t> missing = attempt();
+  std::vector<size_t> missing = attempt(true);
   // The arena's frontier, not the pool's: a step that another thread has just taken may not have reached the arena yet.
   while (!missing.empty() && !draining_ && index_.header().frontier.load(std::memory_order_relaxed) < pool_.capacity()) {
     const bool more = grow_pool();
     still_there();
-    missing = attempt();
+    missing = attempt(true);
     if (!more) break;
   }
   // Twice: a victim pinned at the last moment stays a zombie and frees nothing.
   for (int round = 0; round < 2 && !missing.empty() && !draining_; ++round) {
     make_room(length_of(layout, request.items[missing[0]]), missing.size());
     still_there();
-    missing = attempt();
+    missing = attempt(false);
   }
   for (size_t tries = missing.size(); tries > 0 && !missing.empty() && !draining_;
        --tries) {  // blocks of other lengths in the batch
     const size_t before = missing.size();
     make_room(length_of(layout, request.items[missing.back()]), 1);
     still_there();
-    missing = attempt();
+    missing = attempt(false);
     if (missing.size() == before) break;
   }
   if (const uint64_t length = out.empty() ? 0 : length_of(layout, request.items[0]);

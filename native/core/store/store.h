@@ -158,6 +158,7 @@ class Store {
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol = protocol::kVersion);
   void check_reader(uint32_t protocol) const;                    // throws IncompatibleVersion; waits for no lock
+  static void check_asks(uint32_t protocol, uint32_t uid);       // the same: this user's clients must know what they may hold
   size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
   void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
   uint32_t open_owner();                                         // a writer inside this process, without pins
@@ -202,7 +203,7 @@ class Store {
   // store.cc
   void list_contents() REQUIRES(mutex_);
   void begin_operation() REQUIRES(mutex_);  // throws Fenced
-  bool is_claimable(const CreateRequest& request, const Key& key, double now, Granted& out, uint32_t& found) REQUIRES(mutex_);
+  bool is_claimable(const Key& key, double now, Granted& out, uint32_t& found) REQUIRES(mutex_);
   bool enter(const CreateRequest& request, const CreateItem& item, uint32_t layout_slot, Extent extent, uint32_t found,
              double now) REQUIRES(mutex_);
   void grant(const CreateRequest& request, const CreateItem& item, const KnownLayout& known, double now, Granted& out)

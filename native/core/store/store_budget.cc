@@ -56,8 +56,9 @@ PinAllowance Store::first_allowance(const Session& session, uint32_t max_pins) {
   return {session.asks ? std::min(max_pins, kFirstSlots) : max_pins, PinAllowance::kAnyPages};
 }
 
-// False: it has pins that the new one would not cover, and keeps what it had. The next daemon goes by the file's name, so more is
-// given only once it stands there, and less stands there only once nobody may use more.
+// False: it has pins that the new one would not cover, and keeps what it had, or its file could not be renamed, and it has no
+// more. The next daemon goes by the file's name, so more is given only once it stands there, and less stands there only once
+// nobody may use more. So the lock is held over a call of the system, of a session of another user that asks.
 bool Store::set_allowance(Session& session, PinAllowance to) {
   const auto named = [&](PinAllowance allowance) { return !session.budgeted || session.file->name_allowance(allowance); };
   const PinAllowance from = session.allowance, least{std::min(from.slots, to.slots), std::min(from.pages, to.pages)};
@@ -115,27 +116,44 @@ PinAllowance Store::allow_pins(uint32_t id, uint32_t slots, uint32_t pages) {
   return session.allowance;
 }
 
-// Of sessions that an earlier daemon opened: what it gave them, as their files' names say. Where one says nothing (of a daemon
-// before 2026-11-29) its page is believed, as far as its user's budget goes, in the order of the sessions; a page that says more
-// than was given takes it from others then.
+// Of sessions that an earlier daemon opened: what it gave them. Their files' names say it, but for what a daemon before
+// 2026-11-29 gave or took back since, or where none but such a one has been: that stands in the pages alone, which their clients
+// write too. So a page is believed in that it has less, if it uses no more, and then in that it has more, as far as its user's
+// budget goes, in the order of the sessions: one that lies has no more of it than it could have asked for.
 void Store::adopt_allowances() {
   for (auto& [id, session] : sessions_) session->allowance = {};
+  const auto said_by = [](const Session& session) {
+    auto said = PinAllowance::unpack(session.file->page().allowance.load(std::memory_order_acquire));
+    if (const auto named = session.file->named_allowance(); named && named->pages != PinAllowance::kAnyPages)
+      if (said.pages == PinAllowance::kAnyPages) said = *named;  // no daemon gave that
+    said.slots = std::min(said.slots, session.file->max_pins());
+    return said;
+  };
   for (auto& [id, session] : sessions_) {
     if (!session->file) continue;
-    const uint64_t said = session->file->page().allowance.load(std::memory_order_acquire);
     const uint32_t most = session->file->max_pins();
+    const PinAllowance said = said_by(*session);
     if (!session->budgeted) {
-      session->allowance = {said ? std::min(PinAllowance::unpack(said).slots, most) : most, PinAllowance::kAnyPages};
+      session->allowance = {said == PinAllowance{0, 0} ? most : said.slots, PinAllowance::kAnyPages};
       continue;
     }
     const std::optional<PinAllowance> named = session->file->named_allowance();
-    session->allowance = named.value_or(PinAllowance::unpack(said));
-    session->asks = session->allowance.pages != PinAllowance::kAnyPages;
-    session->allowance.slots = std::min(session->allowance.slots, most);
-    const PinsLeft left = left_for(*session);
-    if (!named && (charge(*session) > left.pages || session->allowance.slots > left.pins)) session->allowance = {};
+    session->asks = named.value_or(said).pages != PinAllowance::kAnyPages;
+    if (!named) continue;
+    const uint32_t used = session->file->pins_end(named->slots);
+    session->allowance = {std::min(std::min(named->slots, most), std::max(said.slots, used)),
+                          used ? named->pages : std::min(named->pages, said.pages)};
+  }
+  for (auto& [id, session] : sessions_) {
+    if (!session->file) continue;
+    if (session->budgeted) {
+      const PinAllowance sure = session->allowance, said = said_by(*session);
+      session->allowance = {std::max(sure.slots, said.slots), std::max(sure.pages, said.pages)};
+      const PinsLeft left = left_for(*session);
+      if (charge(*session) > left.pages || session->allowance.slots > left.pins) session->allowance = sure;
+      if (session->file->named_allowance() != session->allowance) session->file->name_allowance(session->allowance);
+    }
     session->file->allowance().store(session->allowance.pack(), std::memory_order_release);
-    if (!named) session->file->name_allowance(session->allowance);
   }
 }
 

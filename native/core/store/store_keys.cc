@@ -50,11 +50,11 @@ bool Store::remove_here(const Key& key) {
 
 std::vector<bool> Store::touch(std::span<const Key> keys) {
   const Entry entry(*this);
-  const double now = use_now();
+  double now = use_now();
   std::vector<bool> out;
   Slice slice(kSlice);
   for (const Key& key : keys) {
-    if (slice.over()) mutex_.give_way(), slice.again();
+    if (slice.over()) mutex_.give_way(), slice.again(), now = std::min(now, clock_.value);  // all scores may have been divided
     const uint32_t record = index_.find_exclusive(key);
     out.push_back(record != Index::kAbsent && control(record).state() == State::Sealed &&
                   !expired(index_.record(record).expiry_s.load(std::memory_order_relaxed)));

@@ -68,7 +68,7 @@ void Store::free_zombie(uint32_t record) {
 // What readers got since the last look, of at most so many uses, the sessions in turn: a put answers for no more of what others
 // read. In slices.
 void Store::drain_rings(size_t most) {
-  const double now = use_now();
+  double now = use_now();
   Slice slice(kSlice, 1);
   size_t here = 0;
   for (size_t left = sessions_.size(); left > 0 && most > 0;) {
@@ -79,7 +79,8 @@ void Store::drain_rings(size_t most) {
     here += drained, most -= drained;
     sessions_.next_ring = at->first;
     if (drained < wanted || here >= kTouchRing) sessions_.next_ring += 1, here = 0, --left;
-    if (slice.over() || drained == kSlice) mutex_.give_way(), slice.again();
+    if (slice.over() || drained == kSlice)
+      mutex_.give_way(), slice.again(), now = std::min(now, clock_.value);  // all scores may have been divided
   }
 }
 

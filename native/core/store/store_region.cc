@@ -74,7 +74,7 @@ RegionChange Store::publish_one(const CreateRequest& request, const Publish& ite
   const Extent run{item.offset, known.layout.extent_bytes(item.wanted.tokens)};
   const uint32_t whole = arena_.holder(run);
   uint32_t found;
-  if (!has_two_records() || !is_claimable(request, item.wanted.key, now, said, found) || !is_open_run(whole, request.owner) ||
+  if (!has_two_records() || !is_claimable(item.wanted.key, now, said, found) || !is_open_run(whole, request.owner) ||
       index_.find_exclusive(item.rest) != Index::kAbsent || item.rest == item.wanted.key)
     return refused();
   const Extent before = extent_of(whole), left{before.offset, run.offset - before.offset},

@@ -20,11 +20,7 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   auto session = std::make_unique<Session>();
   session->holder = {uid, read_only};
   session->budgeted = is_budgeted(uid), session->asks = asks, session->protocol = protocol;
-  if (session->budgeted && !asks)
-    throw Error(Code::IncompatibleVersion,
-                "the client speaks version " + std::to_string(protocol) + " of the session protocol; another user than the " +
-                    "daemon's needs " + std::to_string(protocol::kVersionAsks) + " to " + std::to_string(protocol::kVersion) +
-                    ", from which on a client knows what it may hold");
+  check_asks(protocol, uid);
   uint32_t id;
   {
     const Entry entry(*this);
@@ -32,7 +28,6 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
     id = session->id = sessions_.new_id();
     session->allowance = first_allowance(*session, max_pins);
   }
-  if (!asks) max_pins = session->allowance.slots;  // it takes what its page has
   // The file is made outside the lock: it takes system calls.
   session->file = SessionFile::create(options_.session_directory, options_.session_prefix, options_.pool_id, id, max_pins,
                                       session->holder, session->allowance, protocol);
@@ -63,6 +58,14 @@ void Store::check_reader(uint32_t protocol) const {
                                              " of the session protocol; namespace " + options_.name +
                                              " has layouts that only versions " + std::to_string(protocol::kVersionLayouts) +
                                              " to " + std::to_string(protocol::kVersion) + " can read");
+}
+
+void Store::check_asks(uint32_t protocol, uint32_t uid) {
+  if (protocol >= protocol::kVersionAsks || !is_budgeted(uid)) return;
+  throw Error(Code::IncompatibleVersion,
+              "the client speaks version " + std::to_string(protocol) +
+                  " of the session protocol; another user than the daemon's needs " + std::to_string(protocol::kVersionAsks) +
+                  " to " + std::to_string(protocol::kVersion) + ", from which on a client knows what it may hold");
 }
 
 void Store::reap_left_sessions() {
