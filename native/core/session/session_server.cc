@@ -292,8 +292,7 @@ void SessionServer::attach(Connection& connection, const protocol::Request& requ
   const size_t number = visible_store(connection, name);
   if (!wanted.read_only && right_of(connection.who, options_.tenants[number], ::geteuid()) != Right::Write)
     throw Error(Code::NotPermitted, "this user may read namespace " + name + " and not write it: attach read-only");
-  stores_[number]->check_reader(wanted.version);  // here, where it may ask again as another version
-  Store::check_asks(wanted.version, connection.who.uid);
+  stores_[number]->check_reader(wanted.version, connection.who.uid);  // here, where it may ask again as another version
   threads_[number]->take({let_go(connection.socket.get()), request, wanted});
 }
 

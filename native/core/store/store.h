@@ -157,16 +157,15 @@ class Store {
   void give_to_device(uint32_t session, bool writes);
   // Takes up one that an earlier daemon, or a lost connection, left. False if it is unknown or attached.
   bool resume_session(uint32_t session, const Id& token, uint32_t pid, uint32_t uid, uint32_t protocol = protocol::kVersion);
-  void check_reader(uint32_t protocol) const;                    // throws IncompatibleVersion; waits for no lock
-  static void check_asks(uint32_t protocol, uint32_t uid);       // the same: this user's clients must know what they may hold
-  size_t keepable(uint32_t session, std::vector<Handle>& open);  // drops what it cannot keep; how many there are
-  void keep_only(uint32_t session, std::vector<Handle> open);    // gives up what else of the session is quarantined
-  uint32_t open_owner();                                         // a writer inside this process, without pins
-  void end_session(uint32_t session);                            // its pins end, what it had open is quarantined
-  uint64_t session_page_bytes(uint32_t session);                 // of its page, as the client may map it
-  Mapping session_page_head(uint32_t session);                   // for its mailbox
-  std::vector<SessionInfo> sessions();                           // those attached
-  void note_put(uint64_t now_ns) { puts_.note(now_ns); }         // by the one thread that serves sessions
+  void check_reader(uint32_t protocol, uint32_t user = 0) const;  // throws IncompatibleVersion, for a layout or a user; no lock
+  size_t keepable(uint32_t session, std::vector<Handle>& open);   // drops what it cannot keep; how many there are
+  void keep_only(uint32_t session, std::vector<Handle> open);     // gives up what else of the session is quarantined
+  uint32_t open_owner();                                          // a writer inside this process, without pins
+  void end_session(uint32_t session);                             // its pins end, what it had open is quarantined
+  uint64_t session_page_bytes(uint32_t session);                  // of its page, as the client may map it
+  Mapping session_page_head(uint32_t session);                    // for its mailbox
+  std::vector<SessionInfo> sessions();                            // those attached
+  void note_put(uint64_t now_ns) { puts_.note(now_ns); }          // by the one thread that serves sessions
   int tick();  // frees what has become free, in slices as flush() does. In how many milliseconds to call again
   // To be called when nobody waits for an answer: what the last create left to do, and room for another batch like the last.
   void finish_claims(), make_room_ahead();

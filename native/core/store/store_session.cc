@@ -20,7 +20,7 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   auto session = std::make_unique<Session>();
   session->holder = {uid, read_only};
   session->budgeted = is_budgeted(uid), session->asks = asks, session->protocol = protocol;
-  check_asks(protocol, uid);
+  check_reader(protocol, uid);
   uint32_t id;
   {
     const Entry entry(*this);
@@ -52,20 +52,16 @@ std::pair<uint32_t, Fd> Store::open_session(uint32_t max_pins, uint32_t pid, uin
   return {id, std::move(locked)};
 }
 
-void Store::check_reader(uint32_t protocol) const {
-  if (protocol >= protocol::kVersionLayouts || !LayoutTable::newer(index_.header())) return;
-  throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(protocol) +
-                                             " of the session protocol; namespace " + options_.name +
-                                             " has layouts that only versions " + std::to_string(protocol::kVersionLayouts) +
-                                             " to " + std::to_string(protocol::kVersion) + " can read");
-}
-
-void Store::check_asks(uint32_t protocol, uint32_t uid) {
-  if (protocol >= protocol::kVersionAsks || !is_budgeted(uid)) return;
-  throw Error(Code::IncompatibleVersion,
-              "the client speaks version " + std::to_string(protocol) +
-                  " of the session protocol; another user than the daemon's needs " + std::to_string(protocol::kVersionAsks) +
-                  " to " + std::to_string(protocol::kVersion) + ", from which on a client knows what it may hold");
+void Store::check_reader(uint32_t protocol, uint32_t user) const {
+  const auto refuse = [&](const std::string& who, uint32_t oldest, const std::string& why) {
+    throw Error(Code::IncompatibleVersion, "the client speaks version " + std::to_string(protocol) +
+                                               " of the session protocol; " + who + std::to_string(oldest) + " to " +
+                                               std::to_string(protocol::kVersion) + why);
+  };
+  if (protocol < protocol::kVersionAsks && is_budgeted(user))
+    refuse("another user than the daemon's needs ", protocol::kVersionAsks, ", from which on a client knows what it may hold");
+  if (protocol < protocol::kVersionLayouts && LayoutTable::newer(index_.header()))
+    refuse("namespace " + options_.name + " has layouts that only versions ", protocol::kVersionLayouts, " can read");
 }
 
 void Store::reap_left_sessions() {
