@@ -139,7 +139,7 @@ TEST(a_forked_child_waits_for_no_close_of_its_parents) {
   CHECK(eventually([&] { return stayed.load(); }));
   const pid_t child = ::fork();
   if (child == 0) {
-    ::alarm(10);
+    ::alarm(60);
     ::_exit(thrown([&] { grants->copying(); }) == Code::Closed ? 0 : 1);
   }
   int code = 0;

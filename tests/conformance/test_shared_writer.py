@@ -8,6 +8,7 @@ without the GIL: the daemon that is waited for stands still until another thread
 
 import contextlib
 import os
+import platform
 import signal
 import threading
 from pathlib import Path
@@ -91,6 +92,7 @@ def test_what_was_ended_takes_no_copy(client):
 
 
 RECVMSG, FUTEX = "47", "202"
+numbered = pytest.mark.skipif(platform.machine() != "x86_64", reason="system calls have other numbers here")
 WAITS = {
     **{how: copy for how, (_, copy) in COPIES.items()},
     "mark_layer": lambda writer, source: writer[0].mark_layer(0),
@@ -112,10 +114,12 @@ class Other(threading.Thread):
             self.error = error
 
     def waits_in(self, system_call: str) -> bool:
+        """For ever: who waits for the GIL does so for a moment at a time."""
         if not self.is_alive():
             return True
         with contextlib.suppress(OSError):  # it has just ended
-            return Path(f"/proc/self/task/{self.native_id}/syscall").read_text().split()[0] == system_call
+            number, *arguments = Path(f"/proc/self/task/{self.native_id}/syscall").read_text().split()
+            return number == system_call and (number != FUTEX or int(arguments[3], 16) == 0)
         return True
 
 
@@ -143,6 +147,7 @@ def stopped(daemon):
     made.client.close()
 
 
+@numbered
 @pytest.mark.parametrize("how", WAITS)
 def test_who_fills_a_block_waits_for_its_seal_without_the_gil(stopped, how):
     """With it, nobody here could have the daemon go on, and the seal would end at its deadline."""
@@ -157,6 +162,7 @@ def test_who_fills_a_block_waits_for_its_seal_without_the_gil(stopped, how):
     assert isinstance(filling.error, kvclient.Closed)
 
 
+@numbered
 def test_a_writer_that_goes_waits_without_the_gil(stopped):
     going = Other(lambda: delattr(stopped, "writer"))
     wait_for(lambda: going.waits_in(RECVMSG), "the daemon is told")
