@@ -37,6 +37,7 @@ from kvstored.v1 import block_pb2, store_pb2, store_pb2_grpc
 MISSING, PENDING, RESIDENT, DISK = range(4)  # the store's answers to a look-up, equal to Presence
 CREATED, SEALED = block_pb2.BLOCK_STATE_CREATED, block_pb2.BLOCK_STATE_SEALED
 MAX_WAIT_MS = 60_000
+WANTED_MS = WAIT_SLICE_MS + 1000  # what a call waits for, until it asks again
 DEFAULT_PRIORITY, MAX_PRIORITY = 35, 100
 MAX_TTL_MS = 10 * 365 * 86_400_000
 # The store's answer to create -> the message's.
@@ -365,7 +366,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         while keys:
             left_ms = max(0, int((deadline - loop.time()) * 1000))
             states = await self._threads.wait(
-                store.await_blocks, keys, DEFAULT_PRIORITY, min(WAIT_SLICE_MS, left_ms)
+                store.await_blocks, keys, DEFAULT_PRIORITY, min(WAIT_SLICE_MS, left_ms), WANTED_MS
             )
             if not left_ms:
                 return

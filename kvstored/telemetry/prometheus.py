@@ -152,6 +152,7 @@ PEER_METRICS: dict[str, About] = {
     "held": ("kvstored_peer_blocks_known", "gauge", "Blocks it is known to have."),
     "corrupt": ("kvstored_peer_corrupt_total", "counter", "Connections ended by bytes that did not match."),
     "malformed": ("kvstored_peer_malformed_total", "counter", "Connections ended by what was no answer."),
+    "cancelled": ("kvstored_peer_cancelled_total", "counter", "Fetches given up: nobody waited any more."),
     "stalled": ("kvstored_peer_stalls_total", "counter", "Connections ended for want of progress."),
     "gone": ("kvstored_peer_disconnects_total", "counter", "Connections that ended, or could not be made."),
     "refused": ("kvstored_peer_refusals_total", "counter", "Connections it refused, or that were another's."),

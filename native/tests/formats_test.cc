@@ -171,7 +171,7 @@ constexpr Field kFields[] = {
     PROTOCOL(DeviceMemory, reserved),
     PROTOCOL(PushHead, node),
     PROTOCOL(PromoteHead, priority),
-    PROTOCOL(PromoteHead, reserved),
+    PROTOCOL(PromoteHead, wanted_ms),
     PROTOCOL(PromiseItem, presence),
     PROTOCOL(PromiseItem, reserved),
     PROTOCOL(RegionHead, layout),

@@ -20,7 +20,9 @@ struct Disk final : LowerTier {
 };
 
 struct Peer final : Fetcher {
-  Presence fetch(const Key&, uint32_t) override { return asked += 1, answer; }
+  Presence fetch(const Key&, uint32_t, Wanting) override { return asked += 1, answer; }
+  void also_wanted(const Key&, Wanting) override {}
+  void let_go_of_all(Waiter) override {}
   void go() override {}
   bool known(const Key&) const override { return has; }
   double estimate_s(uint64_t) const override { return seconds; }

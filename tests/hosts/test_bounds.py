@@ -1,5 +1,6 @@
 """What peers may take of a host: descriptors that the limit has room for, and sixteen streams to each, which
-a prompt that nobody finishes does not block for others; a quarter of its memory, and the rest in turn.
+a prompt that nobody finishes does not block for others, nor one that nobody waits for any more; a quarter of
+its memory, and the rest in turn.
 """
 
 import contextlib
@@ -8,7 +9,8 @@ import sys
 import pytest
 
 from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys, pattern
-from tests.conftest import DaemonFailed
+from tests.conformance.grpc_door import GrpcClient
+from tests.conftest import Daemon, DaemonFailed
 from tests.hosts.hosts import Hosts, free_port, told
 from tests.hosts.test_peers import checked, put
 
@@ -26,8 +28,8 @@ def test_a_limit_on_open_files_that_the_peers_do_not_fit_in_is_said_at_the_start
     hosts[0].start()
 
 
-def test_prompts_that_nobody_finishes_hold_streams_and_block_no_other(daemon, tmp_path, wait_until):
-    hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
+def test_prompts_that_nobody_finishes_hold_streams_and_block_no_other(pair_of_hosts):
+    hosts = pair_of_hosts
     keys, others = new_keys(MOST_STREAMS + 4), new_keys(8)
     with hosts[0].connect() as writer, hosts[1].connect() as reader, contextlib.ExitStack() as held:
         put(writer, others)
@@ -52,6 +54,29 @@ def test_prompts_that_nobody_finishes_hold_streams_and_block_no_other(daemon, tm
             for block in found:
                 check(block)
     assert hosts.peers(1)["n0"]["fetched"] == len(keys) + len(others)
+
+
+def grpc_client(daemon):
+    return GrpcClient(str(daemon.dir / "grpc.sock"))
+
+
+@pytest.mark.parametrize("connect", [Daemon.connect, grpc_client], ids=["shared memory", "grpc"])
+def test_what_nobody_waits_for_any_more_is_not_brought(pair_of_hosts, wait_until, connect):
+    """Its writer takes longer than the reader waits: then nothing is held for it there, no stream here."""
+    before, keys = pair_of_hosts.peers(1)["n0"]["cancelled"], new_keys(3)
+    with pair_of_hosts[0].connect() as writer, pair_of_hosts[1].connect() as beside:
+        claimed = writer.create(keys, writer.register_layout(SMALL.to_blob()))
+        told(beside, keys)
+        with connect(pair_of_hosts[1]) as reader:
+            assert [*reader.get(keys, wait_s=0.2)] == [None] * len(keys)
+
+        def given_up() -> bool:
+            about = pair_of_hosts.peers(1)["n0"]
+            held = about["in_flight"] or beside.stats()["created"] or writer.stats()["pins"]
+            return about["cancelled"] == before + len(keys) and not held and about["state"] == "up"
+
+        wait_until(given_up)
+        claimed.abort()
 
 
 def test_more_than_peers_may_hold_at_once_comes_whole(daemon, tmp_path, wait_until):

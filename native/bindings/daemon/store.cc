@@ -203,12 +203,12 @@ nb::dict scrub(Store& store, uint32_t from, uint64_t limit) {
   return out;
 }
 
-nb::bytes await_blocks(Store& store, const nb::bytes& packed, uint32_t priority, uint32_t timeout_ms) {
+nb::bytes await_blocks(Store& store, const nb::bytes& packed, uint32_t priority, uint32_t timeout_ms, uint32_t wanted_ms) {
   const std::vector<Key> keys = keys_of(packed);
   std::vector<uint8_t> out;
   {
     nb::gil_scoped_release release;
-    out = store.await_blocks(keys, std::min(priority, kv::kMaxPriority), timeout_ms);
+    out = store.await_blocks(keys, std::min(priority, kv::kMaxPriority), timeout_ms, wanted_ms);
   }
   return to_bytes(out);
 }
@@ -313,7 +313,8 @@ void bind_store(nb::module_& m) {
       .def("describe", &describe)
       .def("delete", &delete_blocks)
       .def("touch", &touch)
-      .def("await_blocks", &await_blocks, nb::arg("packed_keys"), nb::arg("priority"), nb::arg("timeout_ms"))
+      .def("await_blocks", &await_blocks, nb::arg("packed_keys"), nb::arg("priority"), nb::arg("timeout_ms"),
+           nb::arg("wanted_ms") = 0)
       .def("push", &push, nb::arg("packed_keys"), nb::arg("to"))
       .def("flush", &flush, nb::call_guard<nb::gil_scoped_release>())
       .def("ask_pins_back", &Store::ask_pins_back, nb::arg("session"))

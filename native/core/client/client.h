@@ -193,8 +193,9 @@ class Client {
   std::vector<uint8_t> lookup(std::span<const Key> keys);
   // The blocks that are in memory, pinned; with `follow` also those being written. Waits for nothing. Throws Detached.
   std::shared_ptr<BlockBatch> get(std::span<const Key> keys, bool follow);
-  // Asks the daemon to load what lies on disk. Waits for nothing.
-  std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority);
+  // Asks the daemon to load what lies on disk, and to have brought what other hosts have: for so long, 0: whoever waits. Waits
+  // for nothing.
+  std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority, uint32_t wanted_ms = 0);
   // Has that host told to come for these blocks, and waits for nothing. How many it is told of: what waits to be told is bounded.
   // Throws Unavailable if it takes none now, InvalidArgument for a name that none can have.
   uint32_t push(std::span<const Key> keys, const std::string& node);

@@ -10,13 +10,13 @@
 #include "core/client/client.h"
 
 namespace kv {
-std::vector<protocol::PromiseItem> Client::promote(std::span<const Key> keys, uint32_t priority) {
+std::vector<protocol::PromiseItem> Client::promote(std::span<const Key> keys, uint32_t priority, uint32_t wanted_ms) {
   const std::shared_ptr<Attachment> at = usable();
   std::vector<protocol::PromiseItem> out;
   for (size_t first = 0; first < keys.size(); first += kMaxKeysPerMessage) {
     const auto part = keys.subspan(first, std::min<size_t>(kMaxKeysPerMessage, keys.size() - first));
     std::vector<uint8_t> body;
-    protocol::append(body, protocol::PromoteHead{priority, 0});
+    protocol::append(body, protocol::PromoteHead{priority, wanted_ms});
     body.insert(body.end(), reinterpret_cast<const uint8_t*>(part.data()),
                 reinterpret_cast<const uint8_t*>(part.data()) + part.size_bytes());
     const std::vector<uint8_t> answer = at->ask(protocol::Op::Promote, static_cast<uint32_t>(part.size()), body);
@@ -41,6 +41,15 @@ timespec sooner(const timespec& deadline) {
   if (then.tv_nsec >= 1'000'000'000) then.tv_sec += 1, then.tv_nsec -= 1'000'000'000;
   return std::pair(then.tv_sec, then.tv_nsec) < std::pair(deadline.tv_sec, deadline.tv_nsec) ? then : deadline;
 }
+
+// At least one: none would say that it waits for ever.
+uint32_t left_ms(const timespec& deadline) {
+  timespec now;
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const double left =
+      static_cast<double>(deadline.tv_sec - now.tv_sec) * 1e3 + static_cast<double>(deadline.tv_nsec - now.tv_nsec) / 1e6;
+  return static_cast<uint32_t>(std::clamp(left + 1, 1.0, static_cast<double>(UINT32_MAX)));
+}
 }  // namespace
 
 // A load that ends in vain leaves no record; then the daemon is asked again, and says so. When the time is over, what is there is
@@ -53,10 +62,11 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
   if (wanted.empty()) return true;
   const std::atomic<uint64_t>& ended = batch.attachment().progress(batch.attachment().index.max_blocks());
   const uint64_t promised_at = ended.load(std::memory_order_acquire);  // what ends from here on changes it
-  const std::vector<protocol::PromiseItem> promises = promote(wanted, kDefaultPriority);
+  const std::vector<protocol::PromiseItem> promises = promote(wanted, kDefaultPriority, left_ms(deadline));
   const std::shared_ptr<Attachment> at = usable();
   if (at.get() != &batch.attachment()) throw Error(Code::Detached, "attached anew while a batch of before was waited for");
   const auto pending = static_cast<uint32_t>(Presence::Pending);
+  const auto ask_again = [&](const Key& key) { return promote({&key, 1}, kDefaultPriority, left_ms(deadline))[0].presence; };
   bool over = false;
   for (size_t first = 0; first < wanted.size(); first += kWaitedTogether) {
     for (size_t k = std::min(wanted.size(), first + kWaitedTogether); k-- > first;) {
@@ -78,7 +88,7 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
           continue;
         }
         const bool still = promises[k].presence == pending && seen == promised_at && !asked;  // nothing has ended since
-        const uint32_t said = still ? pending : promote({&wanted[k], 1}, kDefaultPriority)[0].presence;
+        const uint32_t said = still ? pending : ask_again(wanted[k]);
         const auto presence = static_cast<Presence>(said);
         hopeful = presence != Presence::Missing, asked = true;
         if (hopeful && presence != Presence::Resident) futex_wait(ended, static_cast<uint32_t>(seen), sooner(deadline));

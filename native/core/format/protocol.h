@@ -137,7 +137,7 @@ struct LookUpItem {
 // Promote: a PromoteHead and count keys; the reply has a PromiseItem each. Loads nothing before it answers.
 struct PromoteHead {
   uint32_t priority;
-  uint32_t reserved;
+  uint32_t wanted_ms;  // this session waits so long: then nobody need bring it; 0: it is brought whoever waits
 };
 struct PromiseItem {
   uint32_t presence;  // pending: it is being loaded. On disk: too many loads wait. Missing: there is nothing to wait for

@@ -23,7 +23,7 @@ inline constexpr int kStallMs = 1500;  // without a byte
 
 // The connection is of no more use.
 struct Broken : std::runtime_error {
-  enum class Why { Gone, Stalled, Malformed, Corrupt, Refused };
+  enum class Why { Gone, Stalled, Malformed, Corrupt, Refused, Unwanted };  // Unwanted: by us, nobody waits for what comes
   Broken(Why why, const std::string& text) : std::runtime_error(text), why(why) {}
   Why why;
 };

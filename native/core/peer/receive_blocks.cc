@@ -21,7 +21,8 @@ constexpr uint32_t kMostBeside = 1024;  // frames between two layers: signs of l
 }  // namespace
 
 BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const Key> keys,
-                                             const std::function<void(size_t, Outcome)>& ended, bool again) {
+                                             const std::function<void(size_t, Outcome)>& ended, bool again,
+                                             const std::function<bool()>& unwanted) {
   std::vector<Item> landings;
   landings.reserve(keys.size());
   for (const Key& key : keys) {
@@ -42,12 +43,12 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     whole_.clear();
   };
   end_ns_ = monotonic_ns() + kLongestNs;
-  const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome), bool open_still = false) {
+  const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome), Outcome outcome, bool open_still = false) {
     seal();
     for (size_t i = 0; i < landings.size(); ++i) {
       if (landings[i].outcome != Outcome::Open) continue;
-      (this->*end)(landings[i], Outcome::Failed);
-      if (!open_still) ended(i, Outcome::Failed);
+      (this->*end)(landings[i], outcome);
+      if (!open_still) ended(i, outcome);
     }
     store_.settle();
     tell();
@@ -69,18 +70,31 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
         throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
       const Frame head = channel_.take_head();
       if (head.request != request || head.item >= landings.size()) malformed("an answer that nobody asked for");
+      if (unwanted && (frames % kFramesPerLook == kFramesPerLook - 1 || head.kind == static_cast<uint16_t>(Kind::Waiting)))
+        look_whether_wanted(landings, unwanted);
       Item& landing = landings[head.item];
       if (landing.outcome != Outcome::Open || landing.whole) malformed("more of a block that had ended");
       take_frame(head, landing);
       if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open, to_tell_ = true;
     }
   } catch (const Broken& error) {
-    fail_all(&BlockReceiver::leave, again && error.why == Broken::Why::Gone);
+    if (error.why == Broken::Why::Unwanted)
+      fail_all(&BlockReceiver::give_up, Outcome::Unwanted);
+    else
+      fail_all(&BlockReceiver::leave, Outcome::Failed, again && error.why == Broken::Why::Gone);
     throw;
   } catch (const Error& error) {  // of the store: fenced
-    fail_all(&BlockReceiver::give_up);
+    fail_all(&BlockReceiver::give_up, Outcome::Failed);
     throw Broken(Broken::Why::Gone, error.what());
   }
+}
+
+void BlockReceiver::look_whether_wanted(const std::vector<Item>& landings, const std::function<bool()>& unwanted) {
+  if (!unwanted()) return;
+  std::vector<Handle> begun;
+  for (const Item& landing : landings)
+    if (landing.outcome == Outcome::Open && landing.created) begun.push_back(landing.handle);
+  if (!store_.is_held(begun)) throw Broken(Broken::Why::Unwanted, "nobody waits for it");
 }
 
 void BlockReceiver::tell() {

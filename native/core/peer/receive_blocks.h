@@ -49,7 +49,7 @@ class Parked {
 // Of an Over. Throws Broken.
 void take_over(Channel& channel, const Frame& head, Quarantine& loans);
 
-enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Failed, Busy };
+enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Failed, Busy, Unwanted };
 
 class BlockReceiver {
  public:
@@ -64,9 +64,10 @@ class BlockReceiver {
   };
   // `ended(i, outcome)` for each key as soon as it is known; who waits for blocks is woken here, once for what came together.
   // Throws Broken, with every key ended: those open as Failed, their memory given back, or parked. `again`: if the connection is
-  // gone those stay open, for they will be asked for once more.
+  // gone those stay open, for they will be asked for once more. `unwanted()`, asked now and then, says that nobody waits for what
+  // is open: where nobody has pinned it either this ends so, by a Broken, for the other end knows no other way to stop.
   Received fetch(uint32_t request, std::span<const Key> keys, const std::function<void(size_t, Outcome)>& ended,
-                 bool again = false);
+                 bool again = false, const std::function<bool()>& unwanted = nullptr);
 
   // Of the key that has just ended as Busy: nodes that it was sent to.
   const std::vector<std::string>& instead() const { return instead_; }
@@ -80,6 +81,7 @@ class BlockReceiver {
     uint16_t number = 0;
   };
   void tell();
+  void look_whether_wanted(const std::vector<Item>& landings, const std::function<bool()>& unwanted);
   void take_frame(const Frame& head, Item& landing);
   void take_layout(const Frame& head);
   void find_layout(Item& landing);

@@ -92,11 +92,12 @@ void Tier::stop() {
 
 // ---------------------------------------------------------------- what the doors call
 
-Presence Tier::fetch(const Key& key, uint32_t priority) {
+Presence Tier::fetch(const Key& key, uint32_t priority, Wanting wanting) {
   Lock lock(mutex_);
   if (stop_) return Presence::Missing;
   if (const auto flight = flights_.find(key); flight != flights_.end()) {
     Flight& f = flight->second;
+    f.wanted_by(wanting);
     auto& queue = peers_[f.peer]->queue;
     if (~priority < f.place.first) {  // wanted again, and sooner
       auto node = queue.extract(f.place);
@@ -112,6 +113,7 @@ Presence Tier::fetch(const Key& key, uint32_t priority) {
   if (flights_.size() >= kMaxFlights || !usable_.load()) return Presence::Missing;
   Flight& flight = flights_[key];
   flight.place = {~priority, ++arrivals_};
+  flight.wanted_by(wanting);
   if (place(key, flight)) return Presence::Pending;
   flights_.erase(key);
   return Presence::Missing;
@@ -202,7 +204,13 @@ void Tier::fetch_batch(size_t p, Stream& stream, Batch& batch, bool again) {
     batch.ended |= uint64_t{1} << numbers[i];
     ended(p, open[i], outcome, stream.receiver->instead());
   };
-  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, open, end, again);
+  const auto unwanted = [&] {
+    Lock inner(mutex_);
+    for (size_t i = 0; i < open.size(); ++i)
+      if (!(batch.ended >> numbers[i] & 1) && flights_.at(open[i]).is_wanted()) return false;
+    return true;
+  };
+  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, open, end, again, unwanted);
   const uint64_t took_us = (monotonic_ns() - began_ns) / 1000;
   Lock lock(mutex_);
   peer.placed += received.placed, peer.corrupt += received.corrupt;
@@ -279,8 +287,8 @@ void Tier::end_flight(const Key& key, bool in_vain) {
   const bool asked = flight->second.route.asked != 0;
   if (flight->second.waits == Step::WaitForWord) hoped_for_.erase(mark_of(key, false));
   flights_.erase(flight);
-  if (!in_vain) return;
   if (parked_.layers(key)) abandoned_.push_back(key), care_.notify_one();
+  if (!in_vain) return;
   if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
   in_vain_[mark_of(key, false)] = monotonic_ms() + (asked ? kInVainMs : kNoWordMs);
 }
@@ -295,6 +303,11 @@ void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<st
     case Outcome::Lost: peer.lost += 1; break;
     case Outcome::NoSpace: peer.no_space += 1; break;
     case Outcome::Needless: peer.needless += 1; break;
+    case Outcome::Unwanted:
+      peer.cancelled += 1;
+      if (!flight.is_wanted()) return end_flight(key, false);
+      ask_again(flight.route);  // since then somebody is there
+      break;
     case Outcome::Busy:
       peer.busy += 1, flight.route.busy = true;
       for (const std::string& node : instead)
@@ -305,7 +318,8 @@ void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<st
   }
   const bool here = outcome == Outcome::Fetched || outcome == Outcome::Needless;
   if (here || outcome == Outcome::NoSpace) return end_flight(key, !here);
-  if (stop_ || !send_on(key, flight)) end_flight(key, true);
+  const bool over = !flight.is_wanted() && !parked_.layers(key);  // what is here of it may be read already
+  if (stop_ || over || !send_on(key, flight)) end_flight(key, !over);
 }
 
 // ---------------------------------------------------------------- what waits for a time

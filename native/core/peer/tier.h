@@ -7,7 +7,7 @@
 // asked again before a connection to it stands.
 //
 // tier.cc: what the doors call, where a key goes, and what waits. tier_streams.cc: the threads that fetch. tier_watch.cc: those
-// that hear what peers have. tier_members.cc: peers that join and leave.
+// that hear what peers have. tier_members.cc: peers that join and leave, and those who wait.
 #pragma once
 
 #include <array>
@@ -34,6 +34,7 @@ namespace kv::peer {
   X(fetched)                \
   X(fetch_bytes)            \
   X(pushed)                 \
+  X(cancelled)              \
   X(placed) X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused) X(busy)
 
 class Tier final : public Fetcher {
@@ -63,7 +64,9 @@ class Tier final : public Fetcher {
   bool join(const Address& at);
   void leave(const std::string& node);  // it is asked no more, and what was asked of it goes elsewhere
 
-  Presence fetch(const Key& key, uint32_t priority) override;
+  Presence fetch(const Key& key, uint32_t priority, Wanting wanting) override;
+  void also_wanted(const Key& key, Wanting wanting) override;
+  void let_go_of_all(Waiter waiter) override;
   void go() override;
   bool known(const Key& key) const override { return (directory_.holders(key) & usable_.load()) != 0; }
   double estimate_s(uint64_t bytes) const override;
@@ -112,6 +115,10 @@ class Tier final : public Fetcher {
     Step waits = Step::Ask;  // Ask: it is in a queue, or was asked for
     uint64_t until_ms = 0;
     uint32_t resumes = 0, layers = 0;  // waits for somebody who has the rest of it, since so many were here
+    bool kept = false;                 // it is brought whoever waits
+    std::vector<Wanting> waiters{};
+    void wanted_by(Wanting wanting);
+    bool is_wanted() const;
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -123,7 +130,7 @@ class Tier final : public Fetcher {
   void ping(Peer& peer, Stream& stream);
   void work_on(Lock& lock, size_t peer, Stream& stream, Batch& batch, bool again);
   void fetch_batch(size_t peer, Stream& stream, Batch& batch, bool again);
-  std::vector<Key> take_batch(Peer& peer) const;
+  std::vector<Key> take_batch(Peer& peer);
   void tell_speed();
   void become(size_t peer, State state);
   void went_wrong(size_t peer, Stream& stream, const Broken& error);

@@ -1,10 +1,13 @@
 // Peers that join and leave while the tier runs. Who left keeps its slot and threads, which wait; a slot is given to another name
-// when all of them are taken and nothing of who had it is left. And what is told of all.
+// when all of them are taken and nothing of who had it is left. Those who wait for blocks. And what is told of all.
 #include <algorithm>
 
 #include "core/peer/tier.h"
 
 namespace kv::peer {
+namespace {
+constexpr size_t kMostWaiters = 64;  // of one block; what more wait for is brought all the same
+}  // namespace
 
 bool Tier::join(const Address& at) {
   Lock lock(mutex_);
@@ -54,6 +57,36 @@ void Tier::leave(const std::string& node) {
   }
   store_.load_ended();
 }
+
+// ---------------------------------------------------------------- those who wait
+
+void Tier::Flight::wanted_by(Wanting wanting) {
+  const auto known = std::ranges::find(waiters, wanting.who, &Wanting::who);
+  if (known != waiters.end())
+    known->until_ms = std::max(known->until_ms, wanting.until_ms);
+  else if (wanting.who == kNobody || waiters.size() >= kMostWaiters)
+    kept = true;
+  else
+    waiters.push_back(wanting);
+}
+
+bool Tier::Flight::is_wanted() const {
+  return kept || std::ranges::any_of(waiters, [now = monotonic_ms()](const Wanting& its) { return its.until_ms > now; });
+}
+
+void Tier::also_wanted(const Key& key, Wanting wanting) {
+  Lock lock(mutex_);
+  if (const auto flight = flights_.find(key); flight != flights_.end()) flight->second.wanted_by(wanting);
+}
+
+// What waits in a queue then goes when its turn comes (take_batch()); what was asked for, the stream that hears the answer gives
+// up (fetch_batch()).
+void Tier::let_go_of_all(Waiter waiter) {
+  Lock lock(mutex_);
+  for (auto& [key, flight] : flights_) std::erase_if(flight.waiters, [&](const Wanting& its) { return its.who == waiter; });
+}
+
+// ---------------------------------------------------------------- the peers
 
 // Where a name is or may be; kMaxPeers: nowhere.
 size_t Tier::slot_for(const std::string& node) const {

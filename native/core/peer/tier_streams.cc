@@ -38,7 +38,7 @@ bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
 
 // What waits, or of much a fair part, so that the other streams have work too. Of blocks that have begun to come those of which
 // as much is here: who is asked is told so.
-std::vector<Key> Tier::take_batch(Peer& peer) const {
+std::vector<Key> Tier::take_batch(Peer& peer) {
   const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
   const size_t fair = small ? peer.queue.size()
                             : std::max((peer.queue.size() + kFairShare - 1) / kFairShare, std::min(kFewKeys, peer.queue.size()));
@@ -47,9 +47,15 @@ std::vector<Key> Tier::take_batch(Peer& peer) const {
   keys.reserve(most);
   const bool begun = !parked_.empty();
   uint32_t layers = 0;
-  for (auto next = peer.queue.begin(); keys.size() < most; next = peer.queue.erase(next)) {
-    if (begun && keys.empty()) layers = parked_.layers(next->second);
-    if (begun && parked_.layers(next->second) != layers) break;
+  for (auto next = peer.queue.begin(); next != peer.queue.end() && keys.size() < most; next = peer.queue.erase(next)) {
+    const uint32_t here = begun ? parked_.layers(next->second) : 0;
+    if (!here && !flights_.at(next->second).is_wanted()) {  // of which nothing is read either
+      peer.cancelled += 1;
+      end_flight(next->second, false);
+      continue;
+    }
+    if (keys.empty()) layers = here;
+    if (here != layers) break;
     keys.push_back(next->second);
   }
   return keys;
@@ -129,8 +135,9 @@ void Tier::become(size_t p, State state) {
 void Tier::went_wrong(size_t p, Stream& stream, const Broken& error) {
   Peer& peer = *peers_[p];
   stream.receiver.reset(), stream.channel.reset();
-  if (stop_ || stream.identity != peer.identity) return;
+  if (stop_ || stream.identity != peer.identity || error.why == Broken::Why::Unwanted) return;
   switch (error.why) {
+    case Broken::Why::Unwanted: break;
     case Broken::Why::Gone: peer.gone += 1; break;
     case Broken::Why::Stalled: peer.stalled += 1; break;
     case Broken::Why::Malformed: peer.malformed += 1; break;

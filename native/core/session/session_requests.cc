@@ -99,9 +99,16 @@ std::vector<uint8_t> push(Store& store, uint32_t count, protocol::Reader body) {
   return out;
 }
 
-std::vector<uint8_t> promote(Store& store, uint32_t priority, const std::vector<Key>& keys) {
+std::vector<uint8_t> promote(Store& store, uint32_t session, uint32_t count, protocol::Reader body) {
+  const auto head = body.take<protocol::PromoteHead>();
+  const auto keys = body.take<Key>(count);
+  need_end(body);
+  if (head.priority > kMaxPriority)
+    throw Error(Code::InvalidArgument,
+                "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
+  const std::vector<Presence> there = store.promote(keys, head.priority, Wanting::of(session, head.wanted_ms));
   std::vector<uint8_t> out;
-  for (const Presence there : store.promote(keys, priority)) append(out, protocol::PromiseItem{static_cast<uint32_t>(there), 0});
+  for (const Presence its : there) append(out, protocol::PromiseItem{static_cast<uint32_t>(its), 0});
   return out;
 }
 
@@ -206,15 +213,7 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
       need_end(body);
       return by_key(store, op, keys);
     }
-    case Op::Promote: {
-      const auto head = body.take<protocol::PromoteHead>();
-      const auto keys = body.take<Key>(request.count);
-      need_end(body);
-      if (head.priority > kMaxPriority)
-        throw Error(Code::InvalidArgument,
-                    "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
-      return promote(store, head.priority, keys);
-    }
+    case Op::Promote: return promote(store, connection.session, request.count, body);
     case Op::Push: return push(store, request.count, body);
     case Op::Stats: {
       const std::string text = stats_json(store);

@@ -65,23 +65,50 @@ void SharedReader::stop() {
   store_.end_session(owner_);
 }
 
-Presence SharedReader::fetch(const Key& key, uint32_t priority) {
+namespace {
+Wanting both(const Wanting& a, const Wanting& b) {
+  return a.who == b.who ? Wanting{a.who, std::max(a.until_ms, b.until_ms)} : Wanting{};
+}
+}  // namespace
+
+Presence SharedReader::fetch(const Key& key, uint32_t priority, Wanting wanting) {
   {
     std::lock_guard lock(mutex_);
-    if (flights_.contains(key)) return Presence::Pending;
+    if (const auto flight = flights_.find(key); flight != flights_.end()) {
+      flight->second = both(flight->second, wanting);
+      return Presence::Pending;
+    }
     bool look = !stop_ && flights_.size() < kMaxFlights && (!nodes_->empty() || monotonic_ms() - listed_ms_ >= kListMs);
     if (const auto vain = in_vain_.find(key); look && vain != in_vain_.end()) {
       look = monotonic_ms() >= vain->second;
       if (look) in_vain_.erase(vain);
     }
     if (look) {
-      flights_.insert(key);
+      flights_.emplace(key, wanting);
       queue_.push_back({key, priority});
       work_.notify_one();
       return Presence::Pending;
     }
   }
-  return next_ ? next_->fetch(key, priority) : Presence::Missing;
+  return next_ ? next_->fetch(key, priority, wanting) : Presence::Missing;
+}
+
+void SharedReader::also_wanted(const Key& key, Wanting wanting) {
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto flight = flights_.find(key); flight != flights_.end()) flight->second = both(flight->second, wanting);
+  }
+  if (next_) next_->also_wanted(key, wanting);
+}
+
+// A look at a directory is short: only what the next brings is let go of.
+void SharedReader::let_go_of_all(Waiter waiter) {
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [key, wanting] : flights_)
+      if (wanting.who == waiter) wanting.until_ms = 0;
+  }
+  if (next_) next_->let_go_of_all(waiter);
 }
 
 SharedReader::Stats SharedReader::stats() {
@@ -108,8 +135,11 @@ void SharedReader::run() {
     const Outcome outcome = look(wanted.key);
     count(outcome);
     const bool here = outcome == Outcome::Loaded || outcome == Outcome::Needless;
-    if (!here && next_ && !stop_) next_->fetch(wanted.key, wanted.priority), next_->go();  // before who waits asks again
     lock.lock();
+    if (!here && next_ && !stop_) {  // before who waits asks again
+      next_->fetch(wanted.key, wanted.priority, flights_.at(wanted.key));
+      next_->go();
+    }
     flights_.erase(wanted.key);
     if (!here) {
       if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
@@ -215,9 +245,8 @@ SharedReader::Outcome SharedReader::load(const Key& key, int fd, uint64_t file_b
     if (outcome == Outcome::Loaded) {
       const Seal seal{granted.handle, true};
       store_.keep_loaded({&seal, 1});
-      store_.seal(owner_, {&seal, 1});
-      load_bytes_ += header.data_bytes;
-      return outcome;
+      if (store_.seal(owner_, {&seal, 1})[0] == Done::Ok) return load_bytes_ += header.data_bytes, outcome;
+      outcome = Outcome::Failed;  // it was taken from under us
     }
   } catch (const Error&) {
     outcome = Outcome::Failed;

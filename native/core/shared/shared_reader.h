@@ -15,7 +15,6 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "core/files/block_file.h"
@@ -45,7 +44,9 @@ class SharedReader final : public Fetcher {
   ~SharedReader() override { stop(); }
   void start();
   void stop();
-  Presence fetch(const Key& key, uint32_t priority) override;
+  Presence fetch(const Key& key, uint32_t priority, Wanting wanting) override;
+  void also_wanted(const Key& key, Wanting wanting) override;
+  void let_go_of_all(Waiter waiter) override;
   void go() override {
     if (next_) next_->go();
   }
@@ -86,7 +87,7 @@ class SharedReader final : public Fetcher {
   std::mutex mutex_;    // guards what follows; never held over I/O or a call of the store
   std::condition_variable work_;
   std::deque<Wanted> queue_;
-  std::unordered_set<Key, KeyHash> flights_;            // queued or being read
+  std::unordered_map<Key, Wanting, KeyHash> flights_;   // queued or being read, and by whom
   std::unordered_map<Key, uint64_t, KeyHash> in_vain_;  // key -> until when it is not looked for again (ms)
   std::shared_ptr<const Nodes> nodes_ = std::make_shared<Nodes>();
   uint64_t listed_ms_ = 0;

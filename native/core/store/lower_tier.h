@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/base/polling.h"
 #include "core/format/store_types.h"
 
 namespace kv {
@@ -22,13 +23,26 @@ class LowerTier {
   virtual Figures figures() = 0;
 };
 
+// Who wants a block: a session, by its number, or calls that have none.
+using Waiter = uint64_t;
+inline constexpr Waiter kNobody = 0;
+inline constexpr Waiter kCalls = 1ull << 32;  // beyond all sessions
+struct Wanting {
+  Waiter who = kNobody;   // of nobody it is brought whoever waits
+  uint64_t until_ms = 0;  // by monotonic_ms()
+  static Wanting of(Waiter who, uint32_t for_ms) { return for_ms ? Wanting{who, monotonic_ms() + for_ms} : Wanting{}; }
+};
+
 // The daemons of other hosts, asked for what neither memory nor disk has. As cheap as the calls above.
 class Fetcher {
  public:
   virtual ~Fetcher() = default;
   // Pending: it is being fetched, or will be with the next go(). Missing: no peer has it, or none can be reached.
-  virtual Presence fetch(const Key& key, uint32_t priority) = 0;
-  virtual void go() = 0;  // behind the last key of many: they are asked for together
+  // What nobody wants any more, and nobody reads yet, is not brought.
+  virtual Presence fetch(const Key& key, uint32_t priority, Wanting wanting) = 0;
+  virtual void also_wanted(const Key& key, Wanting wanting) = 0;  // if it is being fetched
+  virtual void let_go_of_all(Waiter waiter) = 0;                  // it wants nothing any more
+  virtual void go() = 0;                                          // behind the last key of many: they are asked for together
   // Whether one is known to have it now, by what it told; asks nobody.
   virtual bool known(const Key& key) const = 0;
   // Seconds until so many bytes would be here, by what was measured. Below 0: nothing was measured.

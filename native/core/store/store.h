@@ -99,8 +99,9 @@ class Store {
   std::optional<std::vector<uint8_t>> read(const Key& key, uint64_t offset, uint64_t length);
   // Of one found earlier, sealed or being written; counts no use. Nothing: another block by now. Throws InvalidArgument, Fenced.
   std::optional<std::vector<uint8_t>> read_at(Handle handle, uint64_t offset, uint64_t length);
-  // Waits for those that are written or loaded here. A Presence each, as it is after the time at the latest.
-  std::vector<uint8_t> await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms);
+  // Waits for those that are written or loaded here. A Presence each, as it is after the time at the latest. Peers bring what
+  // does not come in time for wanted_ms more; 0: whoever waits.
+  std::vector<uint8_t> await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms, uint32_t wanted_ms = 0);
   // Until so many layers of a block are written. How many are: fewer after the time. Throws BlockLost, InvalidArgument: no block.
   uint32_t wait_layers(Handle handle, uint32_t layers, uint32_t timeout_ms);
   // Until one of them (128 at most) has more, or its seal; a moment sooner at times. Throws BlockLost, InvalidArgument.
@@ -135,11 +136,13 @@ class Store {
   void attach_peers(Fetcher* peers) { peers_.store(peers, std::memory_order_release); }  // null: none any more
   void fetches_as(uint32_t owner) { fetcher_.store(owner, std::memory_order_relaxed); }  // whose blocks come from other hosts
   const Fetcher* peers() const { return peers_.load(std::memory_order_acquire); }        // null: none
-  std::vector<Presence> promote(std::span<const Key> keys, uint32_t priority);  // has them brought by what lies below, or a peer
-  std::optional<ReadJob> begin_read(const Key& key, bool* crowded = nullptr);   // `crowded`: peers hold all they may
-  void end_read(Handle handle);                                                 // its memory may go
-  LayersNow layers_now(Handle handle);                                          // throws BlockLost, InvalidArgument: no block
-  size_t push(const std::string& node, std::span<const Key> keys);     // for so many. Throws InvalidArgument, Unavailable
+  // Has them brought by what lies below, or a peer.
+  std::vector<Presence> promote(std::span<const Key> keys, uint32_t priority, Wanting wanting = {});
+  bool is_held(std::span<const Handle> blocks);  // somebody has one of them pinned: a client, or this daemon
+  std::optional<ReadJob> begin_read(const Key& key, bool* crowded = nullptr);  // `crowded`: peers hold all they may
+  void end_read(Handle handle);                                                // its memory may go
+  LayersNow layers_now(Handle handle);                                         // throws BlockLost, InvalidArgument: no block
+  size_t push(const std::string& node, std::span<const Key> keys);             // for so many. Throws InvalidArgument, Unavailable
   Journal& journal() { return journal_; }                              // what came and went, for those who tell other hosts
   std::vector<uint64_t> held_marks(uint32_t& record, uint32_t limit);  // of what there is, from this record on
 
@@ -258,15 +261,12 @@ class Store {
   void wish_to_write(uint32_t record, bool worth_it) REQUIRES(mutex_);
   bool forget_wish(uint32_t record) REQUIRES(mutex_);
   void set_flags(uint32_t record, uint8_t on, uint8_t off) REQUIRES(mutex_);
-  void wake_disk() REQUIRES(mutex_);
-  void file_must_go(const Key& key) REQUIRES(mutex_);
+  void wake_disk() REQUIRES(mutex_), file_must_go(const Key& key) REQUIRES(mutex_);
   void remember_file(uint32_t record, const Key& key) REQUIRES(mutex_);
   void remember_unknown(const Key& key, bool sure) EXCLUDES(mutex_);
   uint32_t new_disk_record(const Key& key, uint32_t expiry_s, uint8_t flags) REQUIRES(mutex_);
-  void free_spare_record() REQUIRES(mutex_);
-  void drop_disk_record(uint32_t record, Event event) REQUIRES(mutex_);
-  void drop_tombstone(uint32_t record) REQUIRES(mutex_);
-  void delete_disk_record(uint32_t record) REQUIRES(mutex_);
+  void free_spare_record() REQUIRES(mutex_), drop_disk_record(uint32_t record, Event event) REQUIRES(mutex_);
+  void drop_tombstone(uint32_t record) REQUIRES(mutex_), delete_disk_record(uint32_t record) REQUIRES(mutex_);
   bool demote(uint32_t record) REQUIRES(mutex_);
   bool adopt_disk_record(uint32_t record) REQUIRES(mutex_);
 
@@ -334,7 +334,7 @@ class Store {
   void add_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void drop_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void check_memory() REQUIRES(mutex_), check_pool() REQUIRES(mutex_);
-  Presence promote_one(Fetcher* peers, const Key& key, uint32_t priority);
+  Presence promote_one(Fetcher* peers, const Key& key, uint32_t priority, Wanting wanting);
   bool peer_is_sooner(const Fetcher& peers, const Key& key) const;  // store_peers.cc
   // store_bytes.cc
   class Reading;

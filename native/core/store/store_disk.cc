@@ -312,15 +312,15 @@ void Store::tell_load_speed(uint64_t bytes_per_s, uint64_t waiting_bytes, uint64
 }
 
 // Has what lies below loaded, and waits until every key is in memory, or hopeless, or the time is over. A Presence each.
-std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms) {
+std::vector<uint8_t> Store::await_blocks(std::span<const Key> keys, uint32_t priority, uint32_t timeout_ms, uint32_t wanted_ms) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
   const std::atomic<uint64_t>& ended = progress_[index_.max_blocks()];
   std::vector<uint8_t> out;
-  for (const Presence there : promote(keys, priority)) out.push_back(static_cast<uint8_t>(there));
+  for (const Presence there : promote(keys, priority, Wanting::of(kCalls, wanted_ms))) out.push_back(static_cast<uint8_t>(there));
   for (size_t i = 0; i < keys.size(); ++i) {
     for (;;) {
       const uint64_t seen = ended.load(std::memory_order_acquire);
-      const Presence now = promote(keys.subspan(i, 1), priority)[0];
+      const Presence now = promote(keys.subspan(i, 1), priority, Wanting::of(kCalls, wanted_ms))[0];
       out[i] = static_cast<uint8_t>(now);
       const auto left = end - std::chrono::steady_clock::now();
       if (now == Presence::Resident || now == Presence::Missing || left <= left.zero()) break;

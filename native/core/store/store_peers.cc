@@ -13,23 +13,24 @@ constexpr double kMuchSooner = 4;            // than this host's disk another on
 constexpr uint64_t kCompareBytes = 1 << 20;  // what the two are compared by
 }  // namespace
 
-std::vector<Presence> Store::promote(std::span<const Key> keys, uint32_t priority) {
+std::vector<Presence> Store::promote(std::span<const Key> keys, uint32_t priority, Wanting wanting) {
   Fetcher* peers = peers_.load(std::memory_order_acquire);
   std::vector<Presence> out;
-  for (const Key& key : keys) out.push_back(promote_one(peers, key, priority));
+  for (const Key& key : keys) out.push_back(promote_one(peers, key, priority, wanting));
   if (peers) peers->go();
   return out;
 }
 
 // Memory, disk, then the other hosts; another host that has it before the disk, if the disk is known to be much slower.
-Presence Store::promote_one(Fetcher* peers, const Key& key, uint32_t priority) {
+Presence Store::promote_one(Fetcher* peers, const Key& key, uint32_t priority, Wanting wanting) {
   const Presence here = lookup(key).presence;
+  if (here == Presence::Pending && peers) peers->also_wanted(key, wanting);
   if (here == Presence::Resident || here == Presence::Pending) return here;
   LowerTier* below = lower();
   if (below && peers && here == Presence::OnDisk && peer_is_sooner(*peers, key))
-    if (const Presence there = peers->fetch(key, priority); there != Presence::Missing) return there;
+    if (const Presence there = peers->fetch(key, priority, wanting); there != Presence::Missing) return there;
   if (const Presence there = below ? below->promote(key, priority) : here; there != Presence::Missing) return there;
-  return peers ? peers->fetch(key, priority) : Presence::Missing;
+  return peers ? peers->fetch(key, priority, wanting) : Presence::Missing;
 }
 
 bool Store::peer_is_sooner(const Fetcher& peers, const Key& key) const {

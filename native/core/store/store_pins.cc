@@ -120,6 +120,17 @@ std::vector<uint32_t> Store::held_among(std::span<const uint32_t> records) {
   return held;
 }
 
+bool Store::is_held(std::span<const Handle> blocks) {
+  const Lock lock(mutex_);
+  fence_full();
+  bool held = false;
+  Slice slice(kSlice);
+  each_pin_in_slices(slice, [&](uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
+    held |= std::ranges::find(blocks, Handle{record, generation}) != blocks.end() && honoured(record, pages);
+  });
+  return held;
+}
+
 // Blocks that were loaded for somebody who has had no time to pin them.
 std::vector<uint32_t> Store::fresh_records() {
   std::vector<uint32_t> out;

@@ -186,6 +186,7 @@ void Store::end_truncated_sessions() {
 }
 
 void Store::end_session(uint32_t id) {
+  if (Fetcher* peers = peers_.load(std::memory_order_acquire)) peers->let_go_of_all(id);
   const BuriedSessions::Rites after(buried_);
   const Lock lock(mutex_);
   const auto found = sessions_.find(id);

@@ -33,7 +33,7 @@ class Waited:
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), []
 
-    def await_blocks(self, keys, priority, timeout_ms):
+    def await_blocks(self, keys, priority, timeout_ms, wanted_ms):
         self.asked.append((keys, timeout_ms))
         return bytes(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
 
