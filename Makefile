@@ -124,11 +124,11 @@ serve: model ## a daemon, a server and its page on the example model, on loopbac
 page: model $(VENV)/.dev $(VENV)/.browser ## every control of the chat page in a real browser (Debian: apt install chromium); writes build/page
 	@mkdir -p build/page && PAGE_SHOTS=build/page $(PY) -m pytest -q tests/serve/test_page.py
 
-# Files side by side, two more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
+# Files side by side, four more than JOBS: tests of deaths and deadlines wait more than they compute. What is marked
 # `alone` waits for the others (tests/turns.py); what takes long comes first (tests/order.py); the processes are
 # forked behind their imports (tests/workers.py). Plugins that packages bring along are seconds of imports each;
 # without hypothesis's the first of its tests would read every module and be called too slow.
-BESIDE = -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder \
+BESIDE = -n $$(($(JOBS) + 4)) --dist loadfile --no-loadscope-reorder \
 	--disable-plugin-autoload -p xdist -p timeout -p hypothesispytest -p tests.workers
 
 test: model $(VENV)/.dev native-tests ## build and pass the tests
