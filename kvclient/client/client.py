@@ -82,8 +82,9 @@ class KVClient:
         """Pins the blocks: per key a BlockView or None. With follow also those still being written.
 
         With wait_s, what lies on disk is loaded, and what others write is waited for, so many seconds at
-        most; with follow as well, a block is there from its first layer on. With verify, a block whose bytes
-        do not match their checksums is a miss, and the daemon drops it if it finds the same. Beyond max_pins
+        most; with follow as well, a block is there from its first layer on. What other hosts have not sent by
+        then is not brought any more, unless somebody else wants it. With verify, a block whose bytes do not
+        match their checksums is a miss, and the daemon drops it if it finds the same. Beyond max_pins
         the item itself raises PinsExhausted when it is taken.
         """
         try:

@@ -3,6 +3,7 @@
 // reads the lengths of the records that pass. Certificates by the `openssl` command.
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <thread>
@@ -74,6 +75,10 @@ bool talk(peer::Channel& channel, bool first) {
 }  // namespace
 
 TEST(a_connection_goes_on_under_another_key_before_one_has_encrypted_too_much) {
+  if (std::system("command -v openssl >/dev/null") != 0) {
+    std::puts("skipped: no openssl command on this host");
+    return;
+  }
   char name[] = "/tmp/kvstored-tls-XXXXXX";
   KV_INVARIANT(::mkdtemp(name) != nullptr);
   const peer::TlsIdentity identity(certificate(name), kRecordsPerKey);
