@@ -224,6 +224,6 @@ class Matcher:
         """The token was chosen. Raises RuntimeError if the grammar forbids it, InvalidArgument as mask()."""
         if not self.over and not self._matcher.consume_token(token):
             reason = self._matcher.get_error().partition("\n")[0]
-            if "too many" in reason or "complex" in reason:
-                raise InvalidArgument(f"the schema cannot be followed any further: {reason}")
-            raise RuntimeError(f"token {token} was chosen although the grammar forbids it")
+            if "satisfy the grammar" in reason:
+                raise RuntimeError(f"token {token} was chosen although the grammar forbids it")
+            raise InvalidArgument(f"the schema cannot be followed any further: {reason}")

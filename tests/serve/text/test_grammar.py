@@ -159,6 +159,22 @@ def test_a_schema_that_cannot_be_followed_to_its_end_is_an_error_and_no_end(home
     assert not matcher.over
 
 
+def test_a_limit_that_is_met_by_a_token_is_told_as_one_and_a_forbidden_token_is_none(home):
+    import llguidance
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    few = llguidance.LLParserLimits(max_items_in_row=60)
+    made = Grammars(tokenizer, 300)._compiled()
+    first = llguidance.LLMatcher(made, 'start: s\ns: "a" | s s | s s s', limits=few, log_level=0)
+    matcher, again = Matcher(first), Matcher(first).fresh()
+    (letter,), (other,) = (tokenizer(text)["input_ids"] for text in "ax")
+    with pytest.raises(InvalidArgument, match=r"followed any further: .*max is 60"):
+        for _ in range(400):
+            matcher.take(letter)
+    with pytest.raises(RuntimeError, match="although the grammar forbids it"):
+        again.take(other)
+
+
 CALL = '{"name": "look", "arguments": {"k": "a"}}'
 PIECES = st.lists(
     st.sampled_from(
