@@ -71,6 +71,7 @@ def test_the_programs_take_the_flags_they_are_given():
 def test_no_container_is_root_or_can_write_its_root_and_none_has_the_hosts_ipc():
     for pod in (workload["spec"]["template"]["spec"] for workload in workloads()):
         assert not {"hostIPC", "hostPID", "hostNetwork"} & set(pod)
+        assert pod["enableServiceLinks"] is False, "a Service's variables begin as the programs' own"
         for container in pod["containers"]:
             context = {**pod["securityContext"], **container["securityContext"]}
             assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"]
