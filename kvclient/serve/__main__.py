@@ -22,6 +22,7 @@ from typing import Any
 import kvclient
 from kvclient.blocks.chunker import CHUNKERS
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_BLOCK_TOKENS
+from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.serve import keys, listening, settings
 
 EXAMPLES = """examples:
@@ -143,18 +144,22 @@ def store_name(chosen: argparse.Namespace) -> str:
     """Names the KV that this server reads: equal for servers of one daemon and namespace, for a router."""
     if chosen.store:
         return uuid.uuid4().hex
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    told = [boot.read_text() if boot.exists() else "", str(directory(chosen).resolve()), chosen.namespace]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+
+def directory(chosen: argparse.Namespace) -> Path:
+    """The daemon's."""
     from kvclient.client.connect import default_directory
 
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    place = (Path(chosen.dir) if chosen.dir else default_directory()).resolve()
-    told = [boot.read_text() if boot.exists() else "", str(place), chosen.namespace]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    return Path(chosen.dir) if chosen.dir else default_directory()
 
 
 @contextlib.contextmanager
 def served(chosen: argparse.Namespace) -> Any:
     """The Asking over a loaded model, until the block ends. Ends the process (SystemExit) where the model is
-    not what was wanted.
+    not what was wanted. Raises OSError, ValueError and KVClientError for what cannot be had.
     """
     import torch
     import transformers
@@ -174,6 +179,9 @@ def served(chosen: argparse.Namespace) -> Any:
     else:
         where = {"dir": chosen.dir} if chosen.dir else {}
         client = kvclient.connect(on_error="miss", namespace=chosen.namespace, **where)
+        if client.degraded:
+            print(f"kvclient-serve: no daemon answers in {directory(chosen)}: nothing is kept until one "
+                  "does. Start `kvstored serve`, or say --store 2GiB", file=sys.stderr)  # fmt: skip
     settings_of_store = {
         "repair": None if chosen.repair == "none" else chosen.repair,
         "block_tokens": chosen.block_tokens,
@@ -184,6 +192,7 @@ def served(chosen: argparse.Namespace) -> Any:
     if chosen.kv_codec != "none":
         settings_of_store["codec"] = chosen.kv_codec
     dtype = chosen.dtype if chosen.dtype == "auto" else getattr(torch, chosen.dtype)
+    _is_a_model(chosen.model)
     if chosen.quantization == "awq" and not _is_awq(chosen.model):
         raise SystemExit(f"kvclient-serve: --quantization awq: {chosen.model} is no AWQ checkpoint")
     with client, _loaded(chosen.model, client, dtype, chosen.device, settings_of_store) as engine:
@@ -215,7 +224,6 @@ def drafting(chosen: argparse.Namespace, model: Any) -> Any:
     """What --draft says. Ends the process (SystemExit) where the draft model's tokens are others."""
     import transformers
 
-    from kvclient.errors import InvalidArgument
     from kvclient.hf.speculation import DraftModel, PromptLookup
     from kvclient.serve.engine.drafting import Drafting
 
@@ -224,6 +232,7 @@ def drafting(chosen: argparse.Namespace, model: Any) -> Any:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if chosen.draft == "lookup":
         return Drafting(PromptLookup(), chosen.draft_tokens, vocabulary)
+    _is_a_model(chosen.draft)
     small = transformers.AutoModelForCausalLM.from_pretrained(chosen.draft, dtype=model.dtype).eval()
     try:
         drafter = DraftModel(small.to(model.device))
@@ -242,11 +251,21 @@ def _loaded(model: str, client: Any, dtype: Any, device: str, keywords: dict[str
     from kvclient.hf.engine.loading import chosen_device
 
     if _is_awq(model):
+        device = chosen_device(device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        directory = model if Path(model).is_dir() else huggingface_hub.snapshot_download(model)
-        packed = awq.from_pretrained(directory, None if dtype == "auto" else dtype)
-        return Engine(packed.to(chosen_device(device)), tokenizer, client, **keywords)
+        place = model if Path(model).is_dir() else huggingface_hub.snapshot_download(model)
+        packed = awq.from_pretrained(place, None if dtype == "auto" else dtype)
+        return Engine(packed.to(device), tokenizer, client, **keywords)
     return Engine.from_pretrained(model, client, dtype=dtype, device=device, **keywords)
+
+
+def _is_a_model(name: str) -> None:
+    """What cannot be one is said here: transformers would take it for a hub id. Raises InvalidArgument."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise InvalidArgument(f"{name} has no config.json; a .gguf file is named itself")
+    if not path.exists() and (name.startswith(("/", ".", "~")) or name.endswith(".gguf")):
+        raise InvalidArgument(f"{name} is not there")
 
 
 def _is_awq(model: str) -> bool:
@@ -319,15 +338,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     door = listening.bound("kvclient-serve", chosen.host, chosen.port)
     if door is None:
         return 2
-    with door:
+    with door, contextlib.ExitStack() as stack:
         began = time.perf_counter()
-        with served(chosen) as asking:
-            first_token(asking, chosen.warm.read_text() if chosen.warm else "Hello")
-            address = listening.address(chosen.host, door)
-            took = time.perf_counter() - began
-            print(f"{asking.model_name} is ready after {took:.1f} s at {address}", flush=True)
-            print(f"  page   {address}/\n  curl   {_curl(address, asking.model_name)}", flush=True)
-            listening.serve(create_app(asking, kvclient.__version__, chosen.allow_origin), door)
+        try:
+            asking = stack.enter_context(served(chosen))
+        except (OSError, ValueError, KVClientError) as error:
+            print(f"kvclient-serve: {chosen.model} cannot be served: {error}", file=sys.stderr)
+            return 1
+        first_token(asking, chosen.warm.read_text() if chosen.warm else "Hello")
+        address = listening.address(chosen.host, door)
+        took = time.perf_counter() - began
+        print(f"{asking.model_name} is ready after {took:.1f} s at {address}", flush=True)
+        print(f"  page   {address}/\n  curl   {_curl(address, asking.model_name)}", flush=True)
+        listening.serve(create_app(asking, kvclient.__version__, chosen.allow_origin), door)
     return 0
 
 

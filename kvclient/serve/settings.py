@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+ALIKE = 0.8  # of difflib: MAX_QEUE is MAX_QUEUE; PORT and Kubernetes' SERVICE_PORT are two names
+SERVICE = re.compile(r"(tcp|udp|sctp)://\S+")  # what Kubernetes calls <NAME>_PORT, of a Service of that name
 YES, NO = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -31,12 +34,26 @@ def parse(made: argparse.ArgumentParser, prefix: str, argv: Sequence[str] | None
         if dest not in actions or dest == "config":
             made.error(f"{path}: {name} is no setting; there are {', '.join(sorted(actions))}")
         made.set_defaults(**{dest: _value(made, actions[dest], value, f"{path}: {name}")})
+    _near(made, prefix, actions)
     for dest, action in actions.items():
         name = prefix + dest.upper()
-        if dest != "config" and (text := os.environ.get(name)) is not None:
+        text = os.environ.get(name)
+        if dest != "config" and text is not None and not SERVICE.fullmatch(text):
             words: Any = text.split() if isinstance(action, argparse._AppendAction) else text
             made.set_defaults(**{dest: _value(made, action, words, name)})
     return made.parse_args(argv)
+
+
+def _near(made: argparse.ArgumentParser, prefix: str, known: Iterable[str]) -> None:
+    """A variable that is nearly a setting's is refused, as the daemon does; any other may be somebody
+    else's.
+    """
+    import difflib
+
+    for name in sorted(name for name in os.environ if name.startswith(prefix)):
+        dest = name.removeprefix(prefix).lower()
+        for near in [] if dest in known else difflib.get_close_matches(dest, known, 1, ALIKE):
+            made.error(f"{name} is no setting; the nearest is {prefix}{near.upper()}")
 
 
 def _file(made: argparse.ArgumentParser, path: str) -> dict[str, Any]:

@@ -74,6 +74,21 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, capsys, text, word):
     assert ended.value.code == 2 and word in capsys.readouterr().err
 
 
+def test_a_variable_that_is_nearly_a_settings_is_refused_and_a_services_is_not_taken(monkeypatch, capsys):
+    """A Service of Kubernetes named kvclient-serve sets these in every pod of its namespace."""
+    for name, text in {"SERVICE_HOST": "10.0.0.7", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80",
+                       "PORT": "tcp://10.0.0.7:80", "PORT_80_TCP": "tcp://10.0.0.7:80",
+                       "PORT_80_TCP_PROTO": "tcp", "PORT_80_TCP_PORT": "80",
+                       "PORT_80_TCP_ADDR": "10.0.0.7"}.items():  # fmt: skip
+        monkeypatch.setenv(f"KVCLIENT_SERVE_{name}", text)
+    assert options(["m"]).port == 8000
+    monkeypatch.setenv("KVCLIENT_SERVE_MAX_QEUE", "3")
+    with pytest.raises(SystemExit) as ended:
+        options(["m"])
+    told = "KVCLIENT_SERVE_MAX_QEUE is no setting; the nearest is KVCLIENT_SERVE_MAX_QUEUE"
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
 def test_every_number_is_bounded_and_every_repair_is_one():
     numbers = {a.dest for a in parser()._actions if a.type in (int, float, size)} - {"port"}
     assert numbers == set(BOUNDS)
@@ -139,6 +154,31 @@ def test_awq_is_wanted_where_none_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit, match="no AWQ checkpoint"):
         main([str(tmp_path), "--quantization", "awq", "--store", "1MiB", "--port", "0"])
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "reason"),
+    [
+        ("/nowhere/at/all", [], "/nowhere/at/all is not there"),
+        ("{tmp}/no.gguf", [], "no.gguf is not there"),
+        ("{tmp}", [], "has no config.json"),
+        ("{tmp}/bad.gguf", [], "bad.gguf does not start with the GGUF magic"),
+        ("{home}", ["--device", "cpu:none"], "device='cpu:none'"),
+        ("{home}", ["--draft", "/nowhere"], "/nowhere is not there"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_line(home, tmp_path, capsys, model, flags, reason):
+    (tmp_path / "bad.gguf").write_text("{")
+    named = model.format(tmp=tmp_path, home=home)
+    assert main([named, *flags, "--store", "1MiB", "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvclient-serve: {named} cannot be served: ") and reason in said
+    assert said.count("\n") == 1
+
+
+def test_a_daemon_that_is_not_there_is_said(tmp_path, capsys):
+    main([str(tmp_path), "--dir", str(tmp_path / "none"), "--port", "0"])
+    assert f"no daemon answers in {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_keys_are_never_printed(tmp_path, capsys):

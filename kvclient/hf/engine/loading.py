@@ -21,8 +21,8 @@ def load(
     name_or_path: str | os.PathLike[str], dtype: str | torch.dtype, device: str | None,
     gguf_file: str | None, streaming: StreamingConfig | None,
 ) -> tuple[torch.nn.Module, Any]:  # fmt: skip
-    """(model, tokenizer); see Engine.from_pretrained. Raises InvalidArgument for a dtype that is none, and
-    for streaming with other options.
+    """(model, tokenizer); see Engine.from_pretrained. Raises InvalidArgument for a dtype that is none, a
+    device that is not there, and for streaming with other options.
     """
     options: dict[str, Any] = {}
     if gguf_file is None and str(name_or_path).endswith(".gguf"):
@@ -31,9 +31,10 @@ def load(
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     if streaming is None:
+        device = device and chosen_device(device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **options).eval()
-        return (model.to(chosen_device(device)) if device else model), tokenizer
+        return (model.to(device) if device else model), tokenizer
     if options or device not in (None, "cpu"):
         raise InvalidArgument(f"streaming takes a directory on the CPU; got {options or device!r}")
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -44,5 +45,13 @@ def load(
 
 
 def chosen_device(device: str) -> str:
-    """A device as torch names it; of "auto" the accelerator that torch has, or else the CPU."""
-    return str(torch.accelerator.current_accelerator() or "cpu") if device == "auto" else device
+    """A device as torch names it; of "auto" the accelerator that torch has, or else the CPU. Raises
+    InvalidArgument for one that is not there.
+    """
+    if device == "auto":
+        return str(torch.accelerator.current_accelerator() or "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second by a torch without CUDA
+        raise InvalidArgument(f"device={device!r}: {str(error).partition(chr(10))[0]}") from error
+    return device
