@@ -89,8 +89,12 @@ def _path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int | 
         return None
     if any(tensor.device.type != "cpu" for tensor in (query, key, value)):
         return None
-    asked = os.environ.get(backends.ENVIRONMENT)
-    return _path_of(query.dtype, query.shape[-1], asked)
+    return path_of(query.dtype, query.shape[-1])
+
+
+def path_of(dtype: torch.dtype, head_dim: int) -> int | None:
+    """Of the CPU's kernels, for one query of such numbers; None: by torch."""
+    return _path_of(dtype, head_dim, os.environ.get(backends.ENVIRONMENT))
 
 
 @functools.cache

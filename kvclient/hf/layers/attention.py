@@ -92,6 +92,13 @@ class Attends:
             return module.o_proj(out), weights
         return calls.multiply(out, held["weight"], held.get("bias")), weights
 
+    def function(self) -> Any:
+        """What attends, by transformers' interface."""
+        names = self._names
+        return names["ALL_ATTENTION_FUNCTIONS"].get_interface(
+            self.module.config._attn_implementation, names["eager_attention_forward"]
+        )
+
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
         cache: Any, told: dict[str, Any],
@@ -99,14 +106,12 @@ class Attends:
         """What the model's attention answers, [batch, tokens, heads * head_dim] in one piece, and its
         weights, of [batch, heads, tokens, head_dim], behind what its cache holds.
         """
-        module, kind, names = self.module, self.kind, self._names
+        module, kind = self.module, self.kind
         shape = query.shape
         if cache is not None:
             more = {"kwargs": told} if kind.tells else {}
             key, value = cache.update(key, value, module.layer_idx, **more)
-        attend = names["ALL_ATTENTION_FUNCTIONS"].get_interface(
-            module.config._attn_implementation, names["eager_attention_forward"]
-        )
+        attend = self.function()
         dropout = module.attention_dropout if module.training else 0.0
         if kind.window:
             windowed = module if kind.window == "itself" else module.config

@@ -34,7 +34,7 @@ class Layer:
             self.parts.add(module, name)
         self.fused = Fused(module, self.attends)
         weight = module.input_layernorm._parameters.get("weight")
-        self._proven = None if weight is None else weight.dtype  # an activation may be another in other types
+        self.proven = None if weight is None else weight.dtype  # an activation may be another in other types
         self.packed = any(is_packed(part) for part in module.modules())
         self._norms = [module.input_layernorm, module.post_attention_layernorm, *self.attends.norms]
 
@@ -51,7 +51,7 @@ class Layer:
     def takes(self, hidden: Any, angles: Any) -> Calls | None:
         """The calls for hidden [batch, tokens, hidden] and angles, if they may be read in one each way."""
         rows = takes_rows(hidden, self.module.input_layernorm._parameters.get("weight")) and hidden.ndim == 3
-        few = rows and hidden.dtype is self._proven and 0 < hidden.shape[0] * hidden.shape[1] <= ROWS
+        few = rows and hidden.dtype is self.proven and 0 < hidden.shape[0] * hidden.shape[1] <= ROWS
         return self.fused.calls(hidden.dtype) if few and self.attends.fit(hidden, angles) else None
 
     def few(

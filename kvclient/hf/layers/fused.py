@@ -94,6 +94,17 @@ class Calls:
         self._weights, self._narrow = weights, narrow
         self._free: list[Structs] = []
 
+    @property
+    def widens(self) -> bool:
+        """Whether a call needs copies of biases."""
+        return bool(self._narrow)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of rows, and of queries, keys and values; alike in layers that take turns."""
+        query, key, value = (self._weights[name] for name in SIDES)
+        return query.inputs, query.outputs, key.outputs, value.outputs
+
     def stand(self) -> bool:
         """Whether all tensors are there still, as they were."""
         return self._sealed.stands()
@@ -185,34 +196,41 @@ class Fused:
         """Queries, keys and values [batch, tokens, heads, head_dim] of hidden, turned by cos and sin, which
         are whole rows for each of its, or by nothing.
         """
-        attention, heads = self._attends.module, self._attends.module.head_dim
-        shape = hidden.shape[:2]
+        heads, shape = self._attends.module.head_dim, hidden.shape[:2]
         out = [hidden.new_empty((*shape, side.outputs // heads, heads))
                for side in (before.query, before.key, before.value)]  # fmt: skip
-        before.rows, before.threads = rows, torch.get_num_threads()
-        before.epsilon = self._module.input_layernorm.variance_epsilon
+        before.rows, before.x = rows, hidden.data_ptr()
+        before.cos, before.sin = (None, None) if angles is None else [each.data_ptr() for each in angles]
+        before.q, before.k, before.v = out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr()
+        self.run_before(before, torch.get_num_threads())
+        return out
+
+    def run_before(self, before: Any, threads: int) -> None:
+        """The first call, of a struct that has its places and rows."""
+        attention = self._attends.module
+        before.threads, before.epsilon = threads, self._module.input_layernorm.variance_epsilon
         if self._attends.kind.norms:
             before.query_epsilon = attention.q_norm.variance_epsilon
             before.key_epsilon = attention.k_norm.variance_epsilon
-        before.x = hidden.data_ptr()
-        before.cos, before.sin = (None, None) if angles is None else [each.data_ptr() for each in angles]
-        before.q, before.k, before.v = out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr()
         library = contract.cpu()
         _run(before, library.kvk_layer_before, library.kvk_layer_in_workspace)
-        return out
 
     def rest(
         self, behind: Any, hidden: torch.Tensor, attended: torch.Tensor, factor: float, rows: int
     ) -> torch.Tensor:
         """What the layer answers, [batch, tokens, hidden], of what attended to hidden's rows."""
         middle, result = torch.empty_like(hidden), torch.empty_like(hidden)
-        behind.rows, behind.threads = rows, torch.get_num_threads()
-        behind.epsilon, behind.factor = self._module.post_attention_layernorm.variance_epsilon, factor
+        behind.rows, behind.factor = rows, factor
         behind.attended, behind.residual = attended.data_ptr(), hidden.data_ptr()
         behind.middle, behind.result = middle.data_ptr(), result.data_ptr()
+        self.run_behind(behind, torch.get_num_threads())
+        return result
+
+    def run_behind(self, behind: Any, threads: int) -> None:
+        """The second call, of a struct that has its places, rows and factor."""
+        behind.threads, behind.epsilon = threads, self._module.post_attention_layernorm.variance_epsilon
         library = contract.cpu()
         _run(behind, library.kvk_layer_behind, library.kvk_layer_out_workspace)
-        return result
 
 
 def _run(args: Any, call: Any, workspace: Any) -> None:

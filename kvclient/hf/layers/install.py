@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _pop_mode, _push_mode
 
 from kvclient.hf.attention.backends import ENVIRONMENT
-from kvclient.hf.layers import attention, calls, decoder, forwards, fused, kinds, trial
+from kvclient.hf.layers import attention, calls, decoder, forwards, fused, kinds, stack, trial
 from kvclient.kernels import contract
 
 EPSILONS = ("variance_epsilon", "eps")
@@ -62,6 +62,10 @@ def _installed(model: torch.nn.Module) -> int:
             if not known.get(kind, True):
                 continue
             forwards.put(module, made)
+            found += 1
+    for module in model.modules():
+        if "forward" not in module.__dict__ and not _hooked(module) and stack.fits(module):
+            forwards.put(module, stack.of_model(module))
             found += 1
     return found
 

@@ -7,6 +7,7 @@ is nobody's.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 from kvclient.hf.release import CACHE, NAMES
@@ -30,6 +31,19 @@ NORM_NUMBERS = (2, -1, True, ("keepdim",))
 LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 SCALED_LAYER = ("input_layernorm", "self_attn", "residual_multiplier", "post_attention_layernorm", "mlp")
 LAYER_PARTS = set(LAYER)
+# A model's body without its head: embedding, mask, angles, layers one behind the other, norm.
+MODEL = (
+    "ValueError", "embed_tokens", "DynamicCache", "config", "get_seq_length", "torch", "arange", "shape",
+    "device", "unsqueeze", "create_causal_mask", "rotary_emb", "layers", "num_hidden_layers", "norm",
+    "BaseModelOutputWithPast",
+)  # fmt: skip
+_MODEL_TOLD = (
+    ("config",), 0, 1, ("device",), ("config", "inputs_embeds", "attention_mask", CACHE, "position_ids"),
+    ("position_ids",), ("attention_mask", "position_embeddings", "position_ids", CACHE, "use_cache"),
+    ("last_hidden_state", CACHE),
+)  # fmt: skip
+# Whose wrappers of a model's forward take defaults from its configuration and record what layers answer.
+_MODEL_WRAPPERS = {"transformers.utils.generic", "transformers.utils.output_capturing"}
 # Whose wrappers of a forward are for training alone, and for names of arguments that these are not called by.
 WRAPPERS = {"transformers.modeling_layers", "transformers.utils.deprecation"}
 OLD_NAMES = frozenset(NAMES) - {CACHE}
@@ -93,9 +107,15 @@ def layer(module: Any) -> bool:
     return told and _constants(code) == (_WANTED, ())
 
 
-def plain(forward: Any) -> Any:
+def model(module: Any) -> bool:
+    """Whether its class is the body of Llama's models."""
+    code = _code(plain(type(module).forward, _MODEL_WRAPPERS))
+    return code is not None and code.co_names == MODEL and _constants(code)[1:] == _MODEL_TOLD
+
+
+def plain(forward: Any, wrappers: Set[str] = WRAPPERS) -> Any:
     """A class's forward within its known wrappers; one in a wrapper of somebody else is that wrapper."""
-    while hasattr(forward, "__wrapped__") and forward.__globals__["__name__"] in WRAPPERS:
+    while hasattr(forward, "__wrapped__") and forward.__globals__["__name__"] in wrappers:
         forward = forward.__wrapped__
     return forward
 

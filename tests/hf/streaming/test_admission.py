@@ -158,12 +158,14 @@ def test_weights_in_another_type_are_planned_as_what_they_become(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_residency_type_or_codec_takes_more_than_was_said(tmp_path):
-    """Weights, slots and the call, by every way of the matrix; 0 bytes over the plan."""
+    """Weights, slots and the call, by every way of the matrix; 0 bytes over the plan. It takes 13 minutes,
+    11 of processor; beside other work up to four times that.
+    """
     command = [sys.executable, "-m", "tests.hf.streaming.planner_matrix", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) > 200
+    assert len(rows) == 270
     assert not [row for row in rows if row["taken"] > row["said"]]
     print(min(rows, key=lambda row: row["ratio"]))
 
