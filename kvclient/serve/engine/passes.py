@@ -75,6 +75,7 @@ class Passes:
         logits = step(self._model, [*fed, *rests], caches, wanted, make)
         tokens = sum(map(len, rests))
         own_s = (time.perf_counter() - began) * tokens / max(1, tokens + len(fed))
+        self.note_rate(tokens, own_s)
         for opened, rest in zip(joined, rests, strict=True):
             opened.computed(own_s * len(rest) / tokens)
         return [rows.cpu() for rows in logits]

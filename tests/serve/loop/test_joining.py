@@ -184,6 +184,20 @@ def test_what_prompts_share_is_computed_once_wherever_in_a_block_it_ends(served,
     assert computed == len(asked[0]) + again
 
 
+def test_what_a_prompt_would_cost_is_known_where_all_prompts_join(served):
+    model, kv, _, breaking = served
+    breaking.at, breaking.poison, events = set(), None, queue.Queue()
+    loop = Stepped(model, kv, Limits(max_batch=4, piece_tokens=96))
+    asked = [words(80, seed=60), words(80, seed=61), words(20, seed=62)]
+    jobs = []
+    for index, ids in enumerate(asked):
+        jobs.append(ask(loop, ids, events, index, b"rate"))
+        loop.go_on(2 * NEW)
+        ended(events, 1)
+    loop.close()
+    assert breaking.joins and all(job.first.cold_s for job in jobs[1:])
+
+
 def test_looking_at_a_prompt_again_reads_no_block_again(served, monkeypatch):
     model, kv, _, breaking = served
     breaking.at, breaking.poison, salt, events = set(), None, b"looks", queue.Queue()
