@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from kvclient.hf.engine.loading import chosen_device
 from kvclient.serve.__main__ import first_token, options, served
 from kvclient.serve.engine.job import Done, Job
 from kvclient.serve.engine.sampling import Sampler, Sampling
@@ -51,6 +52,12 @@ def test_requests_are_no_longer_than_a_window_that_is_in_no_mask(home, tmp_path)
     transformers.AutoTokenizer.from_pretrained(home).save_pretrained(tmp_path)
     with served(options([str(tmp_path), "--store", "16MiB", "--dtype", "float32"])) as asking:
         assert asking.max_tokens == 300
+
+
+def test_a_torch_built_for_gpus_computes_on_the_cpu_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert chosen_device("auto") == "cpu"
 
 
 @pytest.fixture

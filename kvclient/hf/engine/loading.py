@@ -45,11 +45,11 @@ def load(
 
 
 def chosen_device(device: str) -> str:
-    """A device as torch names it; of "auto" the accelerator that torch has, or else the CPU. Raises
+    """A device as torch names it; of "auto" the accelerator that is there, or else the CPU. Raises
     InvalidArgument for one that is not there.
     """
-    if device == "auto":
-        return str(torch.accelerator.current_accelerator() or "cpu")
+    if device == "auto":  # torch names the one it was built for, whether there is such a device or not
+        return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the second by a torch without CUDA
