@@ -134,6 +134,22 @@ struct StillClock {
 };
 }  // namespace
 
+// Each of those that gives something back has its file renamed.
+TEST(who_asks_for_pins_that_hundreds_of_sessions_have_gives_the_lock_away) {
+  const StillClock clock;
+  Rig rig(kBlocks * 2 * kPageBytes, 2 * kBlocks);
+  const uint32_t stranger = ::geteuid() + 1;
+  std::vector<std::unique_ptr<Page>> pages;
+  for (int i = 0; i < 200; ++i) pages.push_back(std::make_unique<Page>(*rig.store, 1024, stranger, true));
+  for (auto& page : pages) rig.store->allow_pins(page->id, 8, 2);
+  const uint64_t before = StoreTest::gave_way(*rig.store);
+  const PinAllowance got = rig.store->allow_pins(pages[0]->id, 1024, 4);
+  CHECK(StoreTest::gave_way(*rig.store) - before >= 200 / 32);
+  CHECK(got.slots == 1024 && got.pages == 4);
+  for (size_t i = 1; i < pages.size(); ++i) CHECK_EQ(StoreTest::allowance(*rig.store, pages[i]->id).slots, 0u);
+  rig.store->check_integrity();
+}
+
 // Files, descriptors and mappings of those that left go by system calls, which nobody waits for: 200 are reaped four at a hold,
 // and no file goes before the lock does.
 TEST(the_files_of_sessions_that_left_go_once_the_lock_was_let_go_of) {

@@ -20,7 +20,7 @@
 
 namespace kv {
 namespace {
-constexpr uint64_t kFaultStep = 8ull << 20;        // small, so that stop() is prompt
+constexpr uint64_t kFaultStep = 256ull << 10;      // who maps memory meanwhile, a create of a new class, waits for one
 constexpr std::chrono::milliseconds kAgain{1000};  // from a refusal of the file system to the next try
 constexpr int kCollapse = 25;                      // MADV_COLLAPSE, which older headers lack
 constexpr int kMostRefused = 16;                   // huge pages that the machine had not, in a row

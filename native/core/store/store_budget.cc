@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "core/base/atomics.h"
+#include "core/store/slice.h"
 #include "core/store/store.h"
 
 namespace kv {
@@ -24,6 +25,7 @@ constexpr uint64_t kReaderParts = 2, kWriterParts = 6;       // of one user
 constexpr uint64_t kUsersParts = 7;                          // of all together
 constexpr uint32_t kFirstSlots = (32768 - kPinsOffset) / 8;  // a page of 32 KiB, until more is asked for
 constexpr uint64_t kUserPins = 1 << 17;                      // of one user: what a scan reads for it
+constexpr size_t kRecalledAtOnce = 16;                       // each is a call of the system
 
 uint64_t less(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
@@ -85,35 +87,50 @@ void Store::recall(Session& session) {
   if (used < session.allowance.slots) set_allowance(session, {used, session.allowance.pages});
 }
 
+// In slices where others have to give back what they do not use: one user may have hundreds of sessions.
 PinAllowance Store::allow_pins(uint32_t id, uint32_t slots, uint32_t pages) {
   const Entry entry(*this);
-  const auto found = sessions_.find(id);
-  if (found == sessions_.end() || !found->second->file || found->second->ended) return {};
-  Session& session = *found->second;
-  const PinAllowance had = session.allowance;
-  const uint32_t most = session.file->max_pins();
+  const auto asker = [&]() REQUIRES(mutex_) -> Session* {
+    const auto found = sessions_.find(id);
+    return found == sessions_.end() || !found->second->file || found->second->ended ? nullptr : found->second.get();
+  };
+  Session* session = asker();
+  if (!session) return {};
+  const PinAllowance had = session->allowance;
+  const uint32_t most = session->file->max_pins();
   slots = std::clamp(slots, 1u, most), pages = std::max(pages, 1u);
-  if (!session.asks || (slots <= had.slots && pages <= had.pages)) return had;
-  if (!session.budgeted) {
+  if (!session->asks || (slots <= had.slots && pages <= had.pages)) return had;
+  if (!session->budgeted) {
     const PinAllowance more{std::max(slots, std::min(most, 2 * had.slots)), PinAllowance::kAnyPages};
-    if (session.file->reserve(more.slots)) set_allowance(session, more);
-    return session.allowance;
+    if (session->file->reserve(more.slots)) set_allowance(*session, more);
+    return session->allowance;
   }
-  const uint32_t used = session.file->pins_end(had.slots);
-  PinAllowance wanted{slots, pages};
-  if (used) wanted = {std::max(slots, had.slots), std::max(pages, had.pages)};
-  PinsLeft left = left_for(session);
-  for (const bool of_others : {false, true})  // what its own user does not use, then what others do not
-    if (!left.hold(wanted)) {
-      for (auto& [number, other] : sessions_)
-        if (other.get() != &session && (of_others || other->holder.uid == session.holder.uid)) recall(*other);
-      left = left_for(session);
+  uint32_t used = 0;
+  const auto wanted_now = [&]() REQUIRES(mutex_) -> PinAllowance {
+    const PinAllowance& has = session->allowance;
+    used = session->file->pins_end(has.slots);
+    return used ? PinAllowance{std::max(slots, has.slots), std::max(pages, has.pages)} : PinAllowance{slots, pages};
+  };
+  for (const bool of_others : {false, true}) {  // what its own user does not use, then what others do not
+    if (left_for(*session).hold(wanted_now())) break;
+    Slice slice(kRecalledAtOnce, 1);
+    for (auto at = sessions_.begin(); at != sessions_.end();) {
+      const uint32_t number = at->first;
+      if (number != id && (of_others || at->second->holder.uid == session->holder.uid)) recall(*at->second);
+      ++at;
+      if (at == sessions_.end() || !slice.over()) continue;
+      mutex_.give_way(), slice.again();
+      if (!(session = asker())) return {};
+      at = sessions_.at_least(number + 1);
     }
+  }
+  PinAllowance wanted = wanted_now();
+  const PinsLeft left = left_for(*session);
   const auto more = static_cast<uint32_t>(std::min({uint64_t{most}, left.pages / wanted.pages, left.pins}));
   // Half of what is left beside it, so that it need not ask for each.
   wanted.slots = more <= wanted.slots ? more : wanted.slots + (more - wanted.slots) / 2;
-  if (wanted.slots >= used && session.file->reserve(wanted.slots)) set_allowance(session, wanted);
-  return session.allowance;
+  if (wanted.slots >= used && session->file->reserve(wanted.slots)) set_allowance(*session, wanted);
+  return session->allowance;
 }
 
 // Of sessions that an earlier daemon opened: what it gave them. Their files' names say it, but for what a daemon before
