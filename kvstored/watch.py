@@ -82,7 +82,8 @@ class Watch:
                 if problem == known[name]:
                     continue
                 known[name] = problem
-                log.error("namespace_problem", namespace=name, problem=problem or "none any more")
+                note = log.error if problem else log.info
+                note("namespace_problem", namespace=name, problem=problem or "none any more")
                 self._events.publish(Event("PROBLEM", name, text=problem))
                 fenced = problem.startswith("fenced")
                 self.degraded.put(fenced, "namespace_fenced", name, problem)

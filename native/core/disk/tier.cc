@@ -40,7 +40,8 @@ DiskTier::DiskTier(Store& store, Options options)
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       listings_(options.directories.size()),
-      day_(static_cast<uint64_t>(::time(nullptr)) / kDayS),
+      begun_s_(static_cast<uint32_t>(::time(nullptr))),
+      day_(begun_s_ / kDayS),
       index_(options.max_files),
       quota_bytes_(options.quota_bytes) {
   if (options.directories.empty() || options.directories.size() > 64)

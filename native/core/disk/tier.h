@@ -291,8 +291,13 @@ class DiskTier final : public LowerTier {
   uint64_t rest_until_ns_ = 0;   // no write begins before
   bool more_leftovers_ = false;  // than were removed in the last turn
   bool kept_ = false;            // the daemon before left deleted blocks whose files are not all gone yet
-  std::atomic<uint64_t> day_;    // of written_today_
-  uint64_t spent_day_ = 0;       // on which a block did not fit into what was left of the budget
+  // Of files' uses: what the date was when this daemon began, and seconds since, whatever was done to the clock. What was written
+  // by a clock that was ahead counts as used at the start: else it would stay, and new files go, until the date had come.
+  uint32_t use_s() const { return begun_s_ + static_cast<uint32_t>((monotonic_ns() - begun_ns_) / 1'000'000'000); }
+  const uint32_t begun_s_;
+  const uint64_t begun_ns_ = monotonic_ns();
+  std::atomic<uint64_t> day_;  // of written_today_
+  uint64_t spent_day_ = 0;     // on which a block did not fit into what was left of the budget
   LoadSpeed speed_;
 
   mutable std::mutex mutex_;  // guards all that follows; never held over I/O or a call of the store

@@ -272,7 +272,7 @@ void DiskTier::finish_data(Load& load) {
   {
     std::lock_guard lock(mutex_);
     if (cancelled_.contains(load.key)) return (void)(load.wrong = Outcome::Cancelled);
-    if (FileIndex::Entry* entry = index_.find(load.key)) entry->used_s = realtime_s();
+    if (FileIndex::Entry* entry = index_.find(load.key)) entry->used_s = use_s();
   }
   const Seal seal{load.handle, true};
   store_.keep_loaded({&seal, 1});

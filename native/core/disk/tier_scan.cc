@@ -122,7 +122,7 @@ bool DiskTier::add_found(uint8_t directory, std::span<const FoundFile> found) {
       }
       const auto pages = static_cast<uint32_t>(std::min<uint64_t>((file.bytes + kPageBytes - 1) / kPageBytes, UINT32_MAX));
       // Longer than all may be together: no block, however little of it is there. Counted, it would push out all others.
-      entry = file.bytes > quota_bytes_ ? nullptr : index_.add(file.key, pages, directory, file.written_s);
+      entry = file.bytes > quota_bytes_ ? nullptr : index_.add(file.key, pages, directory, std::min(file.written_s, begun_s_));
       if (!entry) {  // that, or more than the index may hold: gone, or the quota would not know of it
         doomed_unknown_.insert(file.key);
         doomed_.push_back(file.key);

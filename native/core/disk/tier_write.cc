@@ -278,8 +278,7 @@ void DiskTier::end_write(Write& write, bool written) {
     std::lock_guard lock(mutex_);
     keep = written && !cancelled_.contains(job.key);
     if (keep) {
-      const auto now = static_cast<uint32_t>(::time(nullptr));
-      FileIndex::Entry* entry = index_.add(job.key, static_cast<uint32_t>(write.bytes / kPageBytes), write.directory, now);
+      FileIndex::Entry* entry = index_.add(job.key, static_cast<uint32_t>(write.bytes / kPageBytes), write.directory, use_s());
       keep = entry != nullptr;  // make_quota_room() left a place; a directory that was listed meanwhile may have taken it
       if (keep) entry->expiry_s = job.expiry_s, entry->tokens = job.shape.tokens;
     }

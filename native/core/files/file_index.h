@@ -16,7 +16,7 @@ class FileIndex {
  public:
   struct Entry {
     Key key;
-    uint32_t used_s = 0;    // CLOCK_REALTIME
+    uint32_t used_s = 0;    // by the clock of whoever keeps the index
     uint32_t expiry_s = 0;  // 0: never, or not known yet
     uint32_t pages = 0;     // of the file
     uint32_t tokens = 0;    // 0: not known yet
