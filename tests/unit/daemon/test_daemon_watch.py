@@ -36,6 +36,11 @@ class Store:
         }  # fmt: skip
 
 
+class NoTier:
+    def watch(self, degraded):
+        pass
+
+
 def scrubbed(stores, enough, monkeypatch):
     """Runs the background verification until `enough()`; the lines that were logged."""
     monkeypatch.setattr(watch, "SCRUB_S", 0.001)
@@ -140,13 +145,9 @@ def test_a_watch_that_ended_for_want_of_a_thread_looks_again(monkeypatch):
         def stats(self):
             return {"seals": 0}
 
-    class Nothing:
-        def watch(self, degraded):
-            pass
-
     async def scenario():
         threads = Threadless(1)
-        background = Watch({"a": Harmed()}, Nothing(), Events(1, 8), threads, "")
+        background = Watch({"a": Harmed()}, NoTier(), Events(1, 8), threads, "")
         background.start(lambda: 0)
         async with asyncio.timeout(60):
             while not background.degraded.gauges(["a"])["namespace_fenced", "a"]:  # noqa: ASYNC110
@@ -158,6 +159,37 @@ def test_a_watch_that_ended_for_want_of_a_thread_looks_again(monkeypatch):
     asyncio.run(scenario())
     ended = [fields["task"] for event, fields in logged if event == "watch_ended"]
     assert ended == ["_look_for_problems"] * 3
+
+
+def test_a_problem_that_is_over_is_no_error(monkeypatch):
+    monkeypatch.setattr(watch, "PROBLEM_LOOK_S", 0.001)
+    logged = []
+    for level in ("error", "info"):
+        note = lambda event, level=level, **fields: logged.append((level, event, fields))  # noqa: E731
+        monkeypatch.setattr(watch.log, level, note)
+
+    class Full:
+        looks = 0
+
+        def problem(self):
+            self.looks += 1
+            return "the pool stays at 1 of 2 bytes" if self.looks < 3 else ""
+
+    async def scenario():
+        threads = Threads(1)
+        task = asyncio.ensure_future(
+            Watch({"a": Full()}, NoTier(), Events(1, 8), threads, "")._look_for_problems()
+        )
+        async with asyncio.timeout(20):
+            while ("info", "recovered") not in [entry[:2] for entry in logged]:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+        threads.close()
+
+    asyncio.run(scenario())
+    told = [(level, fields["problem"]) for level, event, fields in logged if event == "namespace_problem"]
+    assert told == [("error", "the pool stays at 1 of 2 bytes"), ("info", "none any more")]
 
 
 def test_a_watch_that_ends_by_itself_is_logged(monkeypatch):
