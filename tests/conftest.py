@@ -161,8 +161,9 @@ class Daemon:
 BASE_NAME = "kvstored-test-"
 # Daemons of these tests are forked behind their imports; elsewhere they start as a user's do.
 WARM = (
-    "tests/daemon/disk/", "tests/daemon/memory/", "tests/daemon/rpc/", "tests/fault/", "tests/hf/",
-    "tests/hosts/", "tests/hostile/", "tests/serve/",
+    "tests/daemon/disk/", "tests/daemon/life/test_commands.py", "tests/daemon/life/test_health.py",
+    "tests/daemon/life/test_operations.py", "tests/daemon/life/test_reload.py", "tests/daemon/memory/",
+    "tests/daemon/rpc/", "tests/fault/", "tests/hf/", "tests/hosts/", "tests/hostile/", "tests/serve/",
 )  # fmt: skip
 
 

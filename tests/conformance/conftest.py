@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Daemon
 
-MEMORY = "64MiB"
+MEMORY = "24MiB"
 
 
 @pytest.fixture(scope="class")

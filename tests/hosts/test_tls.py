@@ -8,8 +8,8 @@ of blocks.
 import shutil
 import socket
 import ssl
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,18 +20,24 @@ from kvstored.config.peers import endpoint, peers
 from kvstored.errors import ConfigError
 from tests.conftest import DaemonFailed
 from tests.hosts.hosts import Hosts, Proxy, told
+from tests.warm_python import WarmDaemon, run
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl command to make certificates")
 
 
-@pytest.fixture
-def made(tmp_path):
-    """A directory with ca.pem, n0.pem, n0.key, n1.pem, n1.key."""
-    directory = tmp_path / "tls"
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("made") / "tls"
     authority(directory)
     for node in ("n0", "n1"):
         certificate(directory, node)
     return directory
+
+
+@pytest.fixture
+def made(made_once, tmp_path):
+    """A directory with ca.pem, n0.pem, n0.key, n1.pem, n1.key: a copy, which a test may change."""
+    return Path(shutil.copytree(made_once, tmp_path / "tls"))
 
 
 @pytest.fixture
@@ -66,9 +72,8 @@ def got(client, keys, geometry=SMALL):
 
 
 def reload(daemon):
-    return subprocess.run(
-        [sys.executable, "-m", "kvstored", "reload", "--dir", str(daemon.dir)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "kvstored", "reload", "--dir", str(daemon.dir)]
+    return run(command, timeout=60, python=WarmDaemon)
 
 
 def test_blocks_come_over_tls_and_are_not_to_be_read_on_the_way(hosts, wait_until):

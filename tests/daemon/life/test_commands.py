@@ -25,6 +25,8 @@ from kvstored.cli.main import main
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2, store_pb2, transfer_pb2
 from tests.daemon.grpc_calls import BLOCK_BYTES, Calls, key
+from tests.warm_python import WarmDaemon
+from tests.warm_python import run as warm
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -100,7 +102,7 @@ def test_top_paints_on_a_terminal_only(run, calls):
         ours, theirs = os.openpty()
         home = str(calls.daemon.dir)
         command = [sys.executable, "-m", "kvstored", "top", "--dir", home, "--interval-s", "0.1"]
-        with subprocess.Popen(
+        with WarmDaemon(
             command, cwd=ROOT, stdout=theirs, stderr=theirs, env={**os.environ, "NO_COLOR": "", **environ}
         ) as process:
             os.close(theirs)
@@ -192,7 +194,7 @@ def test_top_looks_once_or_refreshes_until_it_is_interrupted(run, calls):
     assert code == Exit.DONE and "\x1b" not in out and "namespace default" in out
     assert run_json(run, "top", "--once")["pid"] == calls.daemon.pid
     command = [sys.executable, "-m", "kvstored", "top", "--dir", str(calls.daemon.dir), "--interval-s", "0.1"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with WarmDaemon(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         seen = ""
         while seen.count("\x1b[H\x1b[J") < 2:
             line = process.stdout.readline()
@@ -250,7 +252,7 @@ def test_a_frozen_daemon_is_unreachable_not_endless(run, calls):
 def test_top_ends_with_its_daemon_and_says_so(held, shown):
     words = ["top", "--dir", str(held.daemon.dir), "--interval-s", "0.1", shown]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-m", "kvstored", *words], cwd=ROOT, text=True, **both) as process:
+    with WarmDaemon([sys.executable, "-m", "kvstored", *words], cwd=ROOT, text=True, **both) as process:
         assert process.stdout.readline()
         held.daemon.process.kill()
         _, error = process.communicate(timeout=60)
@@ -355,9 +357,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(daemon):
         taken.listen()
         port = taken.getsockname()[1]
         kvstored = daemon(start=False)
-        done = subprocess.run(
-            [sys.executable, "-m", "kvstored", *kvstored.args, "--metrics-port", str(port), "--discard"],
-            cwd=ROOT, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "kvstored", *kvstored.args, "--metrics-port", str(port), "--discard"]
+        done = warm(command, timeout=60, python=WarmDaemon, cwd=ROOT)
     assert done.returncode == Exit.CANNOT_START and f"127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr

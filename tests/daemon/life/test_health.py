@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -21,6 +20,7 @@ from grpc_health.v1 import health_pb2
 from kvstored.v1 import admin_pb2
 from tests.daemon.grpc_calls import CALL_S, Calls, refused
 from tests.fault.supervisor import Supervisor
+from tests.warm_python import WarmDaemon, run
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -54,11 +54,8 @@ def health_of(kvstored, service):
 
 
 def status(kvstored, *words):
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstored", "status", "--dir", str(kvstored.dir), *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    return done.stdout
+    command = [sys.executable, "-m", "kvstored", "status", "--dir", str(kvstored.dir), *words]
+    return run(command, timeout=60, check=True, python=WarmDaemon, cwd=ROOT).stdout
 
 
 def degraded(kvstored):

@@ -24,16 +24,15 @@ from tests.conftest import DaemonFailed
 from tests.daemon.grpc_calls import CALL_S, Calls, key
 from tests.descriptors import sockets
 from tests.fault.children import eventually
+from tests.warm_python import WarmDaemon, run
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def start_refused(directory, *args, **environ):
     """Starts a daemon that must not start. Its exit status and what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstored", "serve", "--dir", str(directory), "--memory", "64MiB", *args],
-        cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "kvstored", "serve", "--dir", str(directory), "--memory", "64MiB", *args]
+    done = run(command, timeout=60, python=WarmDaemon, cwd=ROOT, env={**os.environ, **environ})
     return done.returncode, done.stderr
 
 
@@ -293,7 +292,7 @@ def test_a_directory_may_have_any_name(daemon, name):
     kvstored.args[kvstored.args.index("--dir") + 1] = str(kvstored.dir)
     kvstored.start()
     asked = [sys.executable, "-m", "kvstored", "status", "--json", "--dir", str(kvstored.dir)]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run(asked, timeout=60, python=WarmDaemon, cwd=ROOT)
     assert done.returncode == Exit.DONE, done.stderr
     assert f'"pid": {kvstored.pid}' in done.stdout
 

@@ -22,6 +22,7 @@ import pytest
 from kvstored.errors import Exit
 from kvstored.v1 import admin_pb2
 from tests.daemon.grpc_calls import CALL_S, Calls, key, refused
+from tests.warm_python import WarmDaemon, run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -39,10 +40,8 @@ def configured(daemon, tmp_path):
 
 
 def reload(kvstored, *words):
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstored", "reload", "--dir", str(kvstored.dir), *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "kvstored", "reload", "--dir", str(kvstored.dir), *words]
+    done = run(command, timeout=60, python=WarmDaemon, cwd=ROOT)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -10,7 +10,6 @@ import re
 import secrets
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,9 +19,15 @@ from kvstored.cli.main import main
 from kvstored.errors import Exit
 from kvstored.tiers import pool_files, pool_list
 from tests.daemon.grpc_calls import Calls
+from tests.warm_python import WarmDaemon, run
 
 ROOT = Path(__file__).resolve().parents[3]
 SHM = Path("/dev/shm")
+
+
+def started(*words):
+    """A command that ends by itself: a daemon that must not start."""
+    return run([sys.executable, "-m", "kvstored", *words], timeout=60, python=WarmDaemon, cwd=ROOT)
 
 
 def prefix_of(kvstored):
@@ -85,10 +90,7 @@ def test_memory_that_is_short_and_fsck_name_what_nobody_owns(daemon, tmp_path, c
         (tmp_path / "disk/tmp").mkdir(parents=True)
         assert main(["fsck", str(tmp_path / "disk")]) == Exit.DONE
         assert "kvstored pools --remove" in capfd.readouterr().err
-        done = subprocess.run(
-            [sys.executable, "-m", "kvstored", "serve", "--dir", str(tmp_path / "r"), "--memory", "8TiB"],
-            cwd=ROOT, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        done = started("serve", "--dir", str(tmp_path / "r"), "--memory", "8TiB")
         assert done.returncode == Exit.CANNOT_START
         assert "bytes free now" in done.stderr and "kvstored pools --remove" in done.stderr
     finally:
@@ -198,11 +200,7 @@ def test_a_start_that_fails_leaves_no_pool(tmp_path, wrong, discard):
             "port": ("--metrics-port", str(taken.getsockname()[1])),
             "disk": ("--disk", str(disk), "--disk-quota", "64MiB"),
         }[wrong]
-        done = subprocess.run(
-            [sys.executable, "-m", "kvstored", "serve", "--dir", str(tmp_path / "r"), "--memory", "64MiB",
-             *flags, *discard],
-            cwd=ROOT, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        done = started("serve", "--dir", str(tmp_path / "r"), "--memory", "64MiB", *flags, *discard)
     assert done.returncode == Exit.CANNOT_START, done.stderr
     assert "disk: disk" not in done.stderr
     mine = {row.prefix for row in pool_list.pools() if row.home == str(tmp_path / "r")}
@@ -225,7 +223,7 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize("at", ["Shared", "Servers"])  # behind the pools, behind the socket of sessions
 def test_a_start_that_is_stopped_leaves_no_pool(tmp_path, at):
     command = [sys.executable, "-c", STOPPED, at, "serve", "--dir", str(tmp_path / "r"), "--memory", "64MiB"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run(command, timeout=60, python=WarmDaemon, cwd=ROOT)
     assert done.returncode == 0 and "info namespace name=default" in done.stderr, done.stderr
     assert not [row for row in pool_list.pools() if row.home == str(tmp_path / "r")]
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["daemon.lock"]
@@ -240,10 +238,7 @@ def test_a_start_that_fails_keeps_the_pool_of_before(daemon):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [sys.executable, "-m", "kvstored", *kvstored.args, "--metrics-port", port],
-            cwd=ROOT, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        done = started(*kvstored.args, "--metrics-port", port)
     assert done.returncode == Exit.CANNOT_START
     kvstored.start()
     with Calls(kvstored.dir) as calls:
