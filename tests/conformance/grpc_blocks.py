@@ -81,7 +81,7 @@ class FollowedBlock(Held):
         self._client = client
         self._stream = client.transfer.Follow(request, timeout=CALL_S)
         first = next(self._stream)  # NOT_FOUND is raised here
-        geometry = client.geometries()[first.block.layout_id]
+        geometry = client.geometry(first.block.layout_id)
         tokens = first.block.token_count
         super().__init__(key, tokens, geometry, bytearray(geometry.layers_length(tokens)))
         self.layout_id, self.base_position = first.block.layout_id, first.block.base_position
@@ -177,25 +177,19 @@ class Granted(Held):
         self.writer, self.lease, self.open = writer, lease, True
         self._sent = 0
 
-    def send(self, end: int) -> None:
-        client = self.writer.client
-
-        def messages() -> Iterator[Any]:
-            for at in range(self._sent, end, PIECE_BYTES):
-                data = bytes(self.data[at : min(at + PIECE_BYTES, end)])
-                yield store_pb2.WriteRequest(
-                    namespace=client.namespace, lease_id=self.lease, key=self.key, offset_bytes=at, data=data
-                )
-
-        if self._sent < end:
-            with typed():
-                written = client.store.Write(messages(), timeout=CALL_S).written_bytes
-            assert written == end - self._sent
-            self._sent = end
+    def pieces(self, end: int) -> Iterator[Any]:
+        """The messages of a Write of what was not sent yet."""
+        for at in range(self._sent, end, PIECE_BYTES):
+            data = bytes(self.data[at : min(at + PIECE_BYTES, end)])
+            yield store_pb2.WriteRequest(
+                namespace=self.writer.client.namespace, lease_id=self.lease, key=self.key, offset_bytes=at,
+                data=data,
+            )  # fmt: skip
+        self._sent = max(self._sent, end)
 
     def mark_layer(self, index: int) -> None:
         end = self.geometry.layer_offset(index, self.tokens) + self.geometry.layer_length(index, self.tokens)
-        self.send(end)
+        self.writer.send({self: end})
         request = store_pb2.MarkLayerRequest(
             namespace=self.writer.client.namespace, lease_id=self.lease, key=self.key, layers=index + 1
         )

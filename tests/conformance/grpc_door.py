@@ -52,7 +52,7 @@ class Writer:
         )
         with typed():
             answer = self.client.store.Create(request, timeout=CALL_S)
-        geometry = self.client.geometries()[self._options["layout_id"]]
+        geometry = self.client.geometry(self._options["layout_id"])
         for index, result in zip(indices, answer.results, strict=True):
             self.results[index] = RESULTS[result.status]
             if result.status == 1:
@@ -75,12 +75,19 @@ class Writer:
         )
 
     def seal(self, index: int | None = None, zero_rest: bool = False) -> None:
-        for block in self._open(index):
-            block.send(block.geometry.layers_length(block.tokens))
+        self.send({block: block.geometry.layers_length(block.tokens) for block in self._open(index)})
         self._end(index, self.client.store.Seal, store_pb2.SealRequest, lost_is_error=True)
 
     def abort(self, index: int | None = None) -> None:
         self._end(index, self.client.store.Abort, store_pb2.AbortRequest, lost_is_error=False)
+
+    def send(self, ends: dict[Granted, int]) -> None:
+        """The bytes of blocks up to these offsets, all in one stream."""
+        messages = [piece for block, end in ends.items() for piece in block.pieces(end)]
+        if messages:
+            with typed():
+                written = self.client.store.Write(iter(messages), timeout=CALL_S).written_bytes
+            assert written == sum(len(message.data) for message in messages)
 
     def _open(self, index: int | None) -> list[Granted]:
         chosen = list(self._granted.values()) if index is None else [self[index]]
@@ -149,12 +156,15 @@ class GrpcClient:
             raise Closed("the client was closed")
         return self._store
 
-    def geometries(self) -> dict[int, Geometry]:
-        with typed():
-            answer = self.store.ListLayouts(
-                store_pb2.ListLayoutsRequest(namespace=self.namespace), timeout=CALL_S
-            )
-        return {layout.id: Geometry.from_blob(layout.blob) for layout in answer.layouts}
+    def geometry(self, layout_id: int) -> Geometry | None:
+        """Asked for once: an id means the same for as long as its daemon runs."""
+        if layout_id not in self._geometries:
+            with typed():
+                answer = self.store.ListLayouts(
+                    store_pb2.ListLayoutsRequest(namespace=self.namespace), timeout=CALL_S
+                )
+            self._geometries = {layout.id: Geometry.from_blob(layout.blob) for layout in answer.layouts}
+        return self._geometries.get(layout_id)
 
     def register_layout(self, layout: Any) -> int:
         request = store_pb2.RegisterLayoutRequest(namespace=self.namespace, blob=bytes(layout))
@@ -180,7 +190,6 @@ class GrpcClient:
 
     def _read(self, keys: list[bytes], wait_ms: int) -> Blocks:
         blocks = Blocks()
-        geometries = self.geometries()
         for part in pieces(keys):
             found: list[Any] = [None] * len(part)
             data: dict[int, bytearray] = {}
@@ -196,7 +205,8 @@ class GrpcClient:
                         assert message.offset_bytes == len(data[message.index])
                         data[message.index] += message.data
             for index, record in records.items():
-                found[index] = ReadBlock(record, geometries[record.layout_id], bytes(data[index]))
+                geometry = self.geometry(record.layout_id)
+                found[index] = ReadBlock(record, geometry, bytes(data[index]))
             blocks.extend(found)
         return blocks
 
@@ -219,7 +229,7 @@ class GrpcClient:
         token_counts: Any = None,
     ) -> Writer:
         names = keys_of(keys)
-        geometry = self.geometries().get(layout_id)
+        geometry = self.geometry(layout_id)
         counts = (
             token_counts
             if token_counts is not None
