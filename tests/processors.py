@@ -15,7 +15,7 @@ from functools import cache
 import pytest
 
 EMULATED_SHARE = 24  # of a processor's cases: the paths of this processor run them all
-EMULATED_GPU_SHARE = 12
+EMULATED_GPU_SHARE = 6
 EMULATED_GPU = "tests/kernels/cuda/test_cuda_attention.py"  # all of it
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 

@@ -112,8 +112,9 @@ class WarmWorker(WarmPython):
 
 
 def run(
-    args: list, timeout: float, check: bool = False, python: type[WarmPython] = WarmPython, **options: Any
-) -> subprocess.CompletedProcess:
+    args: list, timeout: float, check: bool = False, python: type[subprocess.Popen] = WarmPython,
+    **options: Any,
+) -> subprocess.CompletedProcess:  # fmt: skip
     """subprocess.run() with the output captured as text, in a WarmPython."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     with python(args, **options) as process:

@@ -29,10 +29,10 @@ from tests.warm_python import WarmDaemon, run
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def start_refused(directory, *args, **environ):
+def start_refused(directory, *args, python=WarmDaemon, **environ):
     """Starts a daemon that must not start. Its exit status and what it said."""
     command = [sys.executable, "-m", "kvstored", "serve", "--dir", str(directory), "--memory", "64MiB", *args]
-    done = run(command, timeout=60, python=WarmDaemon, cwd=ROOT, env={**os.environ, **environ})
+    done = run(command, timeout=60, python=python, cwd=ROOT, env={**os.environ, **environ})
     return done.returncode, done.stderr
 
 
@@ -54,7 +54,7 @@ def test_it_ends_when_told_and_leaves_its_segments(daemon, number):
 
 def test_a_second_daemon_is_refused_and_told_who_runs(daemon):
     kvstored = daemon()
-    code, text = start_refused(kvstored.dir)
+    code, text = start_refused(kvstored.dir, python=subprocess.Popen)  # as a user's starts
     assert code == Exit.CANNOT_START
     assert text.count("\n") == 1 and f"pid {kvstored.pid}" in text and str(kvstored.dir) in text
     with Calls(kvstored.dir) as calls:
