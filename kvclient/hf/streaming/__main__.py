@@ -26,6 +26,7 @@ from kvclient.hf.streaming import (
     streaming_stats,
     write_trace,
 )
+from kvclient.hf.streaming.files.checkpoint import HUB_ID
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import RESIDENCIES
 
@@ -38,7 +39,7 @@ def memory(text: str) -> int:
     number, shift = (text[:-3], UNITS[text[-3:]]) if text[-3:] in UNITS else (text, 0)
     try:
         return int(float(number) * (1 << shift))
-    except ValueError:
+    except (ValueError, OverflowError):
         units = ", ".join(UNITS)
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, with or without {units}") from None
 
@@ -62,16 +63,34 @@ def parser() -> argparse.ArgumentParser:
     return asked
 
 
-def drafts(named: str | None) -> Speculation | None:
-    """What --draft names: None, the prompt's own text, or a model. Raises InvalidArgument for what is
-    neither.
+def prompt_of(asked: argparse.Namespace) -> tuple[Any, Any]:
+    """The tokenizer, and the prompt's tokens. Raises InvalidArgument for what will not do however the model
+    is loaded, before it is.
     """
+    home = asked.directory
+    if not (home / "config.json").is_file():
+        told = f"{home} is no directory with a config.json"
+        if HUB_ID.fullmatch(str(home)) and not home.exists():
+            told += f"; no hub is asked here: `hf download {home} --local-dir DIR`, and pass DIR"
+        raise InvalidArgument(told)
+    if asked.max_new_tokens < 1:
+        raise InvalidArgument(f"--max-new-tokens {asked.max_new_tokens}: at least 1")
+    if asked.draft not in (None, "lookup") and not (Path(asked.draft) / "config.json").is_file():
+        raise InvalidArgument(f"--draft {asked.draft}: neither `lookup` nor a directory with a config.json")
+    if asked.trace is not None and not asked.trace.absolute().parent.is_dir():
+        raise InvalidArgument(f"--trace {asked.trace}: {asked.trace.absolute().parent} is no directory")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home, local_files_only=True)
+    inputs = tokenizer(asked.prompt, return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise InvalidArgument(f"--prompt {asked.prompt!r} has no tokens; at least 1")
+    return tokenizer, inputs
+
+
+def drafts(named: str | None) -> Speculation | None:
+    """What --draft names: None, the prompt's own text, or a model."""
     if named is None or named == "lookup":
         return None if named is None else Speculation()
-    home = Path(named)
-    if not (home / "config.json").is_file():
-        raise InvalidArgument(f"--draft {named}: neither `lookup` nor a directory with a config.json")
-    return Speculation(transformers.AutoModelForCausalLM.from_pretrained(home, local_files_only=True).eval())
+    return Speculation(transformers.AutoModelForCausalLM.from_pretrained(named, local_files_only=True).eval())
 
 
 def said(speculation: Speculation | None) -> dict[str, object]:
@@ -118,12 +137,12 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
         host_threads=asked.host_threads,
     )  # fmt: skip
     steps = {name: None if asked.json else Step(what) for name, what in STEPS.items()}
+    tokenizer, inputs = prompt_of(asked)
     model = StreamingCausalLM.from_pretrained(asked.directory, config, **steps)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(asked.directory, local_files_only=True)
     loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
     moved, pass_s = stats["bytes_per_pass"], expected_s(model)
     print(expected(stats, pass_s), file=sys.stderr)
-    inputs = tokenizer(asked.prompt, return_tensors="pt").to(asked.device)
+    inputs = inputs.to(asked.device)
     speculation = drafts(asked.draft)
     options = {"custom_generate": speculation} if speculation is not None else {}
     began = time.perf_counter()

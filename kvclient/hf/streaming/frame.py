@@ -44,14 +44,22 @@ def _without_memory() -> Iterator[None]:
 
 
 def empty_model(home: Path, dtype: torch.dtype | None) -> tuple[Any, int | None]:
-    """The model without weights, and the size of AWQ's groups if it is packed."""
+    """The model without weights, and the size of AWQ's groups if it is packed. Raises InvalidArgument for a
+    configuration that is no causal model's.
+    """
     config = AutoConfig.from_pretrained(home, local_files_only=True)
     group = None
     if (quantisation := getattr(config, "quantization_config", None)) is not None:
         group, _ = _group_of(quantisation)
         del config.quantization_config
     with _without_memory(), initialization.no_init_weights():  # they are drawn for nothing
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            name = config.model_type
+            raise InvalidArgument(f"{home}: model_type={name!r} is no causal language model") from error
     if quantisation is not None:
         model.config.quantization_config = quantisation
         one_row.give(model)

@@ -26,7 +26,7 @@ from kvclient.hf.streaming.files.index import Arrangement, Part, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import DiskMover
-from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, plan, promised
+from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, Plan, StreamingConfig, plan, promised
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.streams import Streams, pieces_of
 from kvclient.hf.streaming.trace import Trace
@@ -60,6 +60,8 @@ class StreamingCausalLM:
                 raise InvalidArgument(f"mover={mover!r}; a model on {config.device} has one of its own")
             model, _streams[model] = device.load(home, config, dtype, loading)
             return _with_generation(model, home)
+        if config.residency == "auto" and config.memory is not None and config.memory < WORKING_BYTES:
+            raise InvalidArgument(f"memory={config.memory}; a pass alone takes {WORKING_BYTES} to work with")
         model, group = frame.empty_model(home, dtype)
         found = tensors(home, sources(home))
         names = frame.vocabulary_of(model, found) if config.rearrange else {}

@@ -2,16 +2,20 @@
 
 Method: a tiny packed llama whose layers are read from the disk, beside the same model in memory: batches with
 padding on the left, pages and quantised blocks of a store, answers that are cancelled or whose listener
-raises in the middle.
+raises in the middle; and what the command is told wrongly, which it says before it loads a model.
 """
+
+import re
 
 import pytest
 import torch
+import transformers
 
 import kvclient
 import kvclient.hf
+from kvclient.errors import InvalidArgument
 from kvclient.hf import awq
-from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, __main__
 from kvclient.hf.streaming.model import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 
@@ -125,3 +129,41 @@ def test_in_sixteen_bits_every_residency_has_the_same_bits(tmp_path, dtype, rows
                 assert torch.equal(found, want), (residency, kept)
         assert torch.equal(model.generate(ids, **OPTIONS), wanted.generate(ids, **OPTIONS))
         streams_of(model).close()
+
+
+@pytest.mark.parametrize(
+    "told, said",
+    [
+        (["--memory", "inf"], "'inf' is no number of bytes"),
+        (["--memory", "2GB"], "'2GB' is no number of bytes"),
+        (["--memory", "1MiB"], "memory=1048576; .*268435456 to work with"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
+        (["--draft", "nosuch"], "--draft nosuch: neither"),
+        (["--trace", "/nosuch/trace.json"], "--trace /nosuch/trace.json: /nosuch is no directory"),
+        (["--prompt", ""], "--prompt '' has no tokens; at least 1"),
+    ],
+)
+def test_what_the_command_is_told_wrongly_is_said_before_it_loads(
+    tmp_path, monkeypatch, capsys, told, said
+):
+    """An infinite memory, no tokens and a trace nowhere ended in tracebacks, or after everything else."""
+    home = write_checkpoint(tmp_path, tiny_llama(1), 32)
+    nothing = lambda *_, **__: lambda text, **_: {"input_ids": torch.ones(1, len(text))}  # noqa: E731
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", nothing)
+    before = sorted(path.name for path in home.iterdir())
+    monkeypatch.setattr("sys.argv", ["it", str(home), *told])
+    try:
+        assert __main__.main() == 1
+    except SystemExit as ended:  # argparse's
+        assert ended.code == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert sorted(path.name for path in home.iterdir()) == before
+
+
+def test_a_hub_id_and_a_model_of_another_kind(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["it", "some/model"])
+    assert __main__.main() == 1
+    assert "no hub is asked here: `hf download some/model" in capsys.readouterr().err
+    transformers.T5Config().save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgument, match="model_type='t5' is no causal language model"):
+        StreamingCausalLM.from_pretrained(tmp_path)

@@ -225,9 +225,9 @@ def test_a_file_that_may_not_grow_is_an_error_that_names_the_layer(checkpoint, t
 
 def test_too_little_memory_is_said_with_the_numbers(checkpoint):
     with pytest.raises(
-        InvalidArgument, match=r"memory=1000; with every layer streamed the model needs \d+ bytes"
+        InvalidArgument, match=r"memory=268436456; with every layer streamed the model needs \d+ bytes"
     ):
-        opened(checkpoint, "auto", memory=1000)
+        opened(checkpoint, "auto", memory=(256 << 20) + 1000)
 
 
 class Telling:

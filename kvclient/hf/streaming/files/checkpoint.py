@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvclient.errors import InvalidArgument
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # of a repository: never pickles
 
 
@@ -20,7 +20,7 @@ def directory_of(name: str | Path) -> Path:
     home = Path(name)
     if (home / "config.json").is_file():
         return home
-    if home.exists() or not isinstance(name, str) or not _HUB_ID.fullmatch(name):
+    if home.exists() or not isinstance(name, str) or not HUB_ID.fullmatch(name):
         raise InvalidArgument(f"{home} is no directory with a config.json, and no hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
