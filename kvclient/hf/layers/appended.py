@@ -73,7 +73,9 @@ class Appended:
         self.places: list[tuple[int, int]] = []  # of K and V, by layer
         self._bits: list[np.ndarray] = []
         for layer in cache.layers:
-            memory = layer.keys.new_empty((2, heads, self.capacity, head_dim))
+            with torch.inference_mode(False):  # who comes first may be in it, and later ones not
+                shape = 2, heads, self.capacity, head_dim
+                memory = torch.empty(shape, dtype=layer.keys.dtype, device="cpu")
             memory[0, :, :tokens], memory[1, :, :tokens] = layer.keys[0], layer.values[0]
             sides = memory[:1], memory[1:]
             layer.keys, layer.values = shown = sides[0][:, :, :tokens], sides[1][:, :, :tokens]
@@ -88,16 +90,25 @@ class Appended:
             held.clear()
 
     def stands(self, cache: Any) -> bool:
-        """Whether the cache holds what was put there last, and there is room for a token."""
+        """Whether the cache holds what was put there last, which shows the same numbers, and there is room
+        for a token.
+        """
         if self._cache() is not cache or self.tokens == self.capacity:
             return False
         if len(cache.layers) != len(self._shown):
             return False
         layers = zip(cache.layers, self._shown, strict=True)
-        return all(
-            layer.keys is keys and layer.values is values and "update" not in layer.__dict__
-            for layer, (keys, values) in layers
-        )
+        whole = self._sides[0][0]
+        shape, stride = (1, whole.shape[1], self.tokens, whole.shape[3]), whole.stride()
+        for number, (layer, shown) in enumerate(layers):
+            if "update" in layer.__dict__:
+                return False
+            for side, was, place in zip((layer.keys, layer.values), shown, self.places[number], strict=True):
+                if side is not was or side.data_ptr() != place or side.dtype is not whole.dtype:
+                    return False
+                if side.shape != shape or side.stride() != stride or side.is_neg():
+                    return False
+        return True
 
     def write(self, layer: int, sides: np.ndarray) -> None:
         """The next token's K and V, [2, heads, head_dim] as bits. Nobody sees them before show()."""

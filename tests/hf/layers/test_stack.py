@@ -216,6 +216,58 @@ def test_tensors_that_were_handed_out_keep_their_numbers():
     assert all(torch.equal(now, was) for now, was in held)
 
 
+def test_steps_in_and_outside_of_inference_mode():
+    """A step's memory that was made in the mode could not be written outside of it."""
+    model, twin = both()
+    wanted = generated(twin, 4).sequences
+    for mode in (True, False, True):
+        with torch.inference_mode(mode), torch.no_grad():
+            assert torch.equal(generated(model, 4).sequences, wanted)
+    talk, other = Talk(model), Talk(twin)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            assert alike(talk, other)
+
+
+def _doubled(keys):
+    keys.data = keys.data * 2
+
+
+def _set(keys):
+    keys.set_(keys[:, :, 1:].clone())
+
+
+def _strided(keys):
+    keys.data = keys.data.as_strided(keys.shape, (*keys.stride()[:2], 0, 1))
+
+
+def _negative(keys):
+    keys.data = torch._neg_view(keys.data)
+
+
+@pytest.mark.parametrize("change", [_doubled, _set, _strided, _negative, torch.Tensor.neg_])
+def test_what_is_put_into_a_caches_tensors_counts(change):
+    talks = [Talk(model) for model in both()]
+    assert alike(*talks) and alike(*talks)
+    for talk in talks:
+        for layer in talk.cache.layers:
+            for side in (layer.keys, layer.values):
+                change(side)
+    assert alike(*talks) and alike(*talks)
+
+
+def test_a_first_step_that_cannot_be_tried_is_answered_once(monkeypatch, steps):
+    talks = [Talk(model) for model in both()]
+
+    def refused(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(appended.Appended, "__init__", refused)
+        assert alike(*talks)
+    assert alike(*talks) and not steps
+
+
 @pytest.mark.parametrize("whose", ["cache", "layer"])
 def test_an_update_of_a_caches_own_is_asked(whose, steps):
     talks = [Talk(model) for model in both()]
