@@ -34,7 +34,7 @@ with contextlib.suppress(ImportError):  # tests/gpu runs without it
     settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
-pytest_plugins = ["tests.processors", "tests.order"]
+pytest_plugins = ["tests.processors", "tests.matrix_part", "tests.order"]
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 60.0
@@ -193,6 +193,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    gc.disable()  # what is collected stays: looking through it, again and again, is a quarter of collecting
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`pytest -m gpu` runs from a bare checkout, with torch and the kernels: it looks at no other folder."""
     here = collection_path.parent == ROOT / "tests" and collection_path.is_dir()
@@ -204,8 +208,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: gc.collect(), which many tests call, need not go through it
     again (hundreds of milliseconds a call, beside torch).
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting for the turn is no part of the test's time

@@ -21,7 +21,7 @@ LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="all cases of emulated instruction sets, no sample")
+    parser.addoption("--whole", action="store_true", help="all cases, also of what is emulated or alike")
 
 
 @pytest.fixture
@@ -101,4 +101,4 @@ def pytest_testnodedown(node: object, error: object) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if counts := config.stash.get(LEFT_OUT, Counter()):
         each = "; ".join(f"{count} {reason}" for reason, count in counts.most_common())
-        terminalreporter.write_line(f"left out {counts.total()} cases that differ by processor only: {each}")
+        terminalreporter.write_line(f"left out {counts.total()} cases: {each}")

@@ -10,9 +10,22 @@ import kvclient
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
+def proven(tmp_path_factory, pytestconfig):
+    """What attach() proves of a model it proves once a run, for all processes of `pytest -n`."""
+    run = tmp_path_factory.getbasetemp()
+    proven = (run.parent if hasattr(pytestconfig, "workerinput") else run) / "proven"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCLIENT_VERDICTS_DIR", str(proven))
+        yield
+
+
+@pytest.fixture
 def verdicts(tmp_path, monkeypatch):
-    """Every test proves by itself what attach() proves."""
+    """A directory of the test's own; nothing is proven yet, there or in this process."""
+    from kvclient.hf.proof import self_test
+
+    monkeypatch.setattr(self_test, "_passed", {})
     monkeypatch.setenv("KVCLIENT_VERDICTS_DIR", str(tmp_path / "verdicts"))
     return tmp_path / "verdicts"
 

@@ -194,12 +194,7 @@ def test_what_is_no_causal_model_is_refused(client):
         kvclient.hf.attach(transformers.T5ForConditionalGeneration(config).eval(), client)
 
 
-@pytest.fixture
-def fresh_self_test(monkeypatch):
-    monkeypatch.setattr(self_test, "_passed", {})
-
-
-def test_the_self_test_refuses_wrong_kv(client, monkeypatch, fresh_self_test):
+def test_the_self_test_refuses_wrong_kv(client, monkeypatch, verdicts):
     """Each of the self-test's comparisons fails when what it compares is wrong."""
     original = StoreLayer._open
 
@@ -214,7 +209,7 @@ def test_the_self_test_refuses_wrong_kv(client, monkeypatch, fresh_self_test):
         kvclient.hf.attach(build("llama"), client, in_place=False)
 
 
-def test_the_self_test_refuses_a_model_that_looks_ahead(client, fresh_self_test):
+def test_the_self_test_refuses_a_model_that_looks_ahead(client, verdicts):
     """A bidirectional model: the KV of a prefix depends on what follows it."""
     model = build("llama")
 
@@ -228,7 +223,7 @@ def test_the_self_test_refuses_a_model_that_looks_ahead(client, fresh_self_test)
         kvclient.hf.attach(model, client)
 
 
-def test_the_self_test_refuses_when_generate_goes_elsewhere(client, fresh_self_test, monkeypatch):
+def test_the_self_test_refuses_when_generate_goes_elsewhere(client, verdicts, monkeypatch):
     model = build("llama")
     monkeypatch.setattr(
         type(model), "_prefill", lambda self, ids, config, kwargs, **_: self(ids, use_cache=False)
@@ -237,7 +232,7 @@ def test_the_self_test_refuses_when_generate_goes_elsewhere(client, fresh_self_t
         kvclient.hf.attach(model, client)
 
 
-def test_the_self_test_runs_once_per_kind_of_model(client, fresh_self_test, monkeypatch):
+def test_the_self_test_runs_once_per_kind_of_model(client, verdicts, monkeypatch):
     runs = []
     original = self_test._Trial.run
     monkeypatch.setattr(self_test._Trial, "run", lambda *args: runs.append(1) or original(*args))
@@ -246,7 +241,7 @@ def test_the_self_test_runs_once_per_kind_of_model(client, fresh_self_test, monk
     assert len(runs) == 2
 
 
-def test_the_self_test_leaves_no_trace(client, fresh_self_test):
+def test_the_self_test_leaves_no_trace(client, verdicts):
     model = build("llama")
     torch.manual_seed(3)
     state, keys = torch.get_rng_state(), set(model.__dict__)

@@ -16,7 +16,6 @@ from kvclient.client.tolerant import TolerantWriter
 from kvclient.errors import DeadlineExceeded, Unavailable
 from kvclient.hf.attention.handle import give_handle
 from kvclient.hf.model import identity
-from kvclient.hf.proof import self_test
 from kvclient.hf.request.request import Request
 from kvclient.hf.request.tolerance import Rest
 from kvclient.hf.reuse.blend import _Hook
@@ -252,8 +251,8 @@ def test_a_hook_that_is_called_without_keywords_lets_them_be():
 # ---------------------------------------------------------------- what a look at the model leaves
 
 
-def test_each_module_keeps_its_mode(client, monkeypatch):
-    monkeypatch.setattr(self_test, "_passed", {})
+@pytest.mark.usefixtures("verdicts")
+def test_each_module_keeps_its_mode(client):
     model = build("llama", layers=2).train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]

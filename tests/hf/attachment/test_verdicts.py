@@ -57,6 +57,7 @@ def attached(*cases: str) -> list[int]:
     return [int(passes) for passes, *_ in rows]
 
 
+@pytest.mark.usefixtures("verdicts")
 def test_a_second_process_proves_nothing_again():
     first, second, other_weights, other_code = attached("same", "same", "other weights", "other code")
     assert first >= 8
@@ -102,6 +103,7 @@ def test_a_refusal_is_not_kept(client, verdicts, monkeypatch):
     kvclient.hf.attach(model, client, block_tokens=8, in_place=False).detach()
 
 
+@pytest.mark.usefixtures("verdicts")
 def test_where_nothing_can_be_kept_it_is_proven_again(client, monkeypatch):
     monkeypatch.setenv(verdicts.PLACE, "/proc/kvstored-test")
     model = build("llama", layers=2)
@@ -109,6 +111,7 @@ def test_where_nothing_can_be_kept_it_is_proven_again(client, monkeypatch):
         kvclient.hf.attach(model, client, block_tokens=8).detach()
 
 
+@pytest.mark.usefixtures("verdicts")
 def test_old_files_go(tmp_path, monkeypatch):
     monkeypatch.setattr(verdicts, "MOST_FILES", 3)
     names = [verdicts.key("test", [number]) for number in range(5)]

@@ -80,6 +80,7 @@ def padded_rows():
     return ids, mask
 
 
+@pytest.mark.matrix(2, *TELLING, "llama4", "qwen3_next")
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
 def test_equals_the_models_own_attention(name, backend, counts):
     model, ids = known(name), prompt(61)
@@ -99,6 +100,7 @@ def test_equals_the_models_own_attention(name, backend, counts):
     assert torch.equal(generate(model, ids)[1], logits)
 
 
+@pytest.mark.matrix(0, *TELLING)
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
 def test_in_bfloat16_to_rounding(name, backend):
     model, (rows, mask) = known(name, torch.bfloat16), padded_rows()

@@ -38,6 +38,7 @@ def attached(model, client, **options):
     return kvclient.hf.attach(model, client, block_tokens=BLOCK, in_place=True, **options)
 
 
+@pytest.mark.matrix(1, "llama")
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_plain_generation(name, client):
     model, ids = known(name), prompt(61)

@@ -20,7 +20,6 @@ from kvclient.hf import attention
 from kvclient.hf.attention import backends
 from kvclient.hf.cache.in_place import InPlaceLayer
 from kvclient.hf.connector.load import PrefixSource
-from kvclient.hf.proof import self_test
 from tests.hf.census import TINY
 from tests.hf.zoo import VOCAB, generate, known, near, prompt
 
@@ -51,7 +50,6 @@ def test_it_is_the_default_and_leaves_with_the_attachment(client, left):
 
 
 def refuse_self_test(monkeypatch):
-    monkeypatch.setattr(self_test, "_passed", {})
     original = PrefixSource.arrays
 
     def wrong(self, layer):
@@ -106,6 +104,7 @@ def test_a_backend_forced_to_torch_is_dense_and_counted(client, left, monkeypatc
     assert left() == {"torch": 1}
 
 
+@pytest.mark.usefixtures("verdicts")
 def test_a_self_test_that_fails_in_place_leaves_the_dense_way(client, left, monkeypatch):
     refuse_self_test(monkeypatch)
     model, ids = known("llama"), prompt(61)
@@ -122,8 +121,8 @@ def test_a_self_test_that_fails_in_place_leaves_the_dense_way(client, left, monk
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.usefixtures("verdicts")
 def test_kernels_that_say_something_else_than_the_model_are_refused(client, monkeypatch):
-    monkeypatch.setattr(self_test, "_passed", {})
     registered, original = attention.registered, attention.registered.attention
 
     def wrong(*args, **kwargs):

@@ -29,6 +29,7 @@ def floor(model, ids, cache, count):
     return generate(model, ids, **passing(handed))
 
 
+@pytest.mark.matrix(0, *IN_FULL)
 @pytest.mark.parametrize("name", WHOLE)
 def test_warm_equals_cold_in_fp32(name, client, whole):
     model = known(name)
@@ -51,6 +52,7 @@ def test_warm_equals_cold_in_fp32(name, client, whole):
                 assert torch.equal(warm_logits, same_logits)
 
 
+@pytest.mark.matrix(1, *IN_FULL)
 @pytest.mark.parametrize("name", WHOLE)
 def test_bf16_is_bitwise_that_of_the_same_kv_from_memory(name, client):
     model, ids = known(name, dtype=torch.bfloat16), prompt(61)
@@ -64,6 +66,7 @@ def test_bf16_is_bitwise_that_of_the_same_kv_from_memory(name, client):
     assert torch.equal(warm_logits, same_logits)
 
 
+@pytest.mark.matrix(2, *IN_FULL, *MOVED)
 @pytest.mark.parametrize("name", [name for name in (*SERVED, *MOVED) if name not in UNMOVED])
 def test_a_document_inside_is_found_and_ratio_one_is_a_full_prefill(name, client, left, whole):
     """attach() itself proves that cut passes and moved keys are right for the architecture, or refuses. What
@@ -98,6 +101,7 @@ def test_keys_that_cannot_be_moved_are_refused_with_the_reason(name, client):
         kvclient.hf.attach(known(name), client, repair="auto")
 
 
+@pytest.mark.matrix(1, *IN_FULL)
 @pytest.mark.parametrize("name", WHOLE)
 def test_left_padded_rows(name, client):
     model = known(name)
@@ -113,6 +117,7 @@ def test_left_padded_rows(name, client):
             assert torch.equal(tokens, plain)
 
 
+@pytest.mark.matrix(0, *IN_FULL)
 @pytest.mark.parametrize("name", WHOLE)
 def test_wrong_kv_would_be_seen(name):
     """What the tests above rest on: with this model, another KV gives other logits."""

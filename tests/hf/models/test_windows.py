@@ -24,6 +24,7 @@ def same(found, other) -> bool:
     return all(near(a, b) for a, b in zip(found, other, strict=True))
 
 
+@pytest.mark.matrix(0, *EVERY_LENGTH)
 @pytest.mark.parametrize("in_place", [False, None])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_warm_and_cold_are_plain(name, in_place, client, whole):
@@ -42,6 +43,7 @@ def test_warm_and_cold_are_plain(name, in_place, client, whole):
                 assert same(logits, plain_logits)
 
 
+@pytest.mark.matrix(1, *EVERY_LENGTH)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_another_prompt_behind_the_same_prefix(name, client, whole):
     """What follows the hit sees the window's end in what was loaded, and no other token. Behind a short
@@ -68,6 +70,7 @@ def test_behind_a_long_tail_the_second_prompt_tells_where_they_part(client):
             assert kv.last.reused_tokens == reused
 
 
+@pytest.mark.matrix(2, *EVERY_LENGTH)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_padded_rows_beams_and_an_answer_that_goes_on(name, client, whole):
     model = known(name)
@@ -92,6 +95,7 @@ def test_padded_rows_beams_and_an_answer_that_goes_on(name, client, whole):
         assert torch.equal(warm, plain)
 
 
+@pytest.mark.matrix(0, *EVERY_LENGTH)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_wrong_kv_would_be_seen_in_the_window(name, client):
     """What the tests above rest on."""
