@@ -72,13 +72,14 @@ class Passes:
         make: Callable[..., Any] = RaggedLayer
         if self._model.device.type == DeviceLayer.device_type:
             make = functools.partial(RaggedDeviceLayer, tables=self._tables)
-        logits = step(self._model, [*fed, *rests], caches, wanted, make)
+        told = step(self._model, [*fed, *rests], caches, wanted, make)
+        logits = [rows.cpu() for rows in told]  # behind which a GPU has computed them
         tokens = sum(map(len, rests))
         own_s = (time.perf_counter() - began) * tokens / max(1, tokens + len(fed))
         self.note_rate(tokens, own_s)
         for opened, rest in zip(joined, rests, strict=True):
             opened.computed(own_s * len(rest) / tokens)
-        return [rows.cpu() for rows in logits]
+        return logits
 
     def prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
         """Of each token of the prompt, ids [1, tokens]: a pass of its own, as scoring wants all logits; of

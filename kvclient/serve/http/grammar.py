@@ -25,6 +25,7 @@ from kvclient.serve.http.tools import LISTED, LLAMA, TAG, TAG_END, TYPED, WHITE
 
 MOST_SCHEMA_BYTES = 64 << 10
 VALUES = {"const", "enum", "default", "examples"}  # keywords behind which no schemas stand
+BOUNDS = ("too many", "complex", "max is")  # of llguidance, in its words: a row's items, a lexer's states
 SPACES = {"whitespace_pattern": "[ \\n]?"}
 NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}  # schemas by name
 
@@ -224,6 +225,6 @@ class Matcher:
         """The token was chosen. Raises RuntimeError if the grammar forbids it, InvalidArgument as mask()."""
         if not self.over and not self._matcher.consume_token(token):
             reason = self._matcher.get_error().partition("\n")[0]
-            if "satisfy the grammar" in reason:
-                raise RuntimeError(f"token {token} was chosen although the grammar forbids it")
-            raise InvalidArgument(f"the schema cannot be followed any further: {reason}")
+            if any(bound in reason for bound in BOUNDS):
+                raise InvalidArgument(f"the schema cannot be followed any further: {reason}")
+            raise RuntimeError(f"token {token} was chosen although the grammar forbids it: {reason}")
