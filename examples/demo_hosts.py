@@ -45,6 +45,7 @@ def work(model_dir: str, home: str) -> None:
     import kvclient.hf
 
     torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}

@@ -8,7 +8,6 @@ Hosts are network namespaces; the link is tbf's. The model, the prompt and the t
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -30,16 +29,6 @@ def first_token_alone(model: Any, kv: Any, inputs: Any) -> float:
         return time.perf_counter() - began
 
 
-def flush(hosts: dict[str, hosts_here.Host]) -> None:
-    for host in hosts.values():
-        words = [sys.executable, "-m", "kvstored", "flush", "--yes", "--dir", str(host.dir)]
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-
-
-def fetched_bytes(host: hosts_here.Host) -> int:
-    return int(host.peers()["a"]["fetch_bytes"])
-
-
 def rows(rounds: int) -> Iterator[dict[str, Any]]:
     """One row, or none where this machine has no namespaces."""
     with hosts_here.running("a", "b", memory="256MiB", tls=False) as hosts:
@@ -53,13 +42,13 @@ def rows(rounds: int) -> Iterator[dict[str, Any]]:
         for _ in range(min(rounds, MOST_ROUNDS)):
             hosts["a"].network.slow("a", 10e9)
             took["alone"].append(first_token_alone(model, kv, inputs))
-            flush(hosts)
-            before = fetched_bytes(hosts["b"])
+            prefill_decode.flush(hosts)
+            before = prefill_decode.fetched_bytes(hosts["b"])
             took["apart"].append(prefill_decode.apart(hosts["a"].dir, kv, False)[1])
-            moved = fetched_bytes(hosts["b"]) - before
+            moved = prefill_decode.fetched_bytes(hosts["b"]) - before
             transfer_s.append(took["alone"][-1] / 2)
             hosts["a"].network.slow("a", moved / transfer_s[-1])
-            flush(hosts)
+            prefill_decode.flush(hosts)
             took["apart, slow"].append(prefill_decode.apart(hosts["a"].dir, kv, False)[1])
         kv.detach()
         kv.client.close()
