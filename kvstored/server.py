@@ -126,8 +126,9 @@ class Daemon:
             self._threads = Threads(config.io_threads)
             self._events = Events(config.max_subscribers, config.event_queue)
             self._leases = Leases(config.max_leases, config.lease_timeout_s, self._lease_expired)
+            watched = (self._tiers, self._peers)
             self._watch = Watch(
-                self._stores, self._tiers, self._events, self._threads, config.in_dir("kvstored.sock")
+                self._stores, watched, self._events, self._threads, config.in_dir("kvstored.sock")
             )
             self._reload = Reload(sourced, self._watch.degraded)
             self._allow_changes()

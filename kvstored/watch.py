@@ -7,7 +7,7 @@ change. Changes no store.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvstored import log
@@ -18,6 +18,7 @@ from kvstored.telemetry.events import Event, Events
 from kvstored.telemetry.health import Health
 from kvstored.telemetry.problems import Degraded, Entry
 from kvstored.tiers.disk import Tiers
+from kvstored.tiers.peers import Peers
 
 Loop = Callable[[], Coroutine[Any, Any, None]]
 
@@ -29,12 +30,17 @@ AGAIN_S = 5.0  # after a loop that ended by itself
 
 class Watch:
     def __init__(
-        self, stores: dict[str, Any], tiers: Tiers, events: Events, threads: Threads, socket_path: str
+        self,
+        stores: dict[str, Any],
+        watched: Sequence[Tiers | Peers],
+        events: Events,
+        threads: Threads,
+        socket_path: str,
     ) -> None:
         self.degraded = Degraded(self._changed)
         self.health = Health(stores, socket_path, self.degraded)
         self._stores = stores
-        self._tiers = tiers
+        self._watched = watched
         self._events = events
         self._threads = threads
         self._known = dict.fromkeys(stores, "")  # problems, as they were last told
@@ -88,7 +94,8 @@ class Watch:
                 fenced = problem.startswith("fenced")
                 self.degraded.put(fenced, "namespace_fenced", name, problem)
                 self.degraded.put(bool(problem) and not fenced, "pool_cannot_grow", name, problem)
-            self._tiers.watch(self.degraded)
+            for part in self._watched:
+                part.watch(self.degraded)
             await asyncio.sleep(PROBLEM_LOOK_S)
 
     async def _scrub(self, scrub_rate: Callable[[], int]) -> None:

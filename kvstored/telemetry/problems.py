@@ -30,6 +30,7 @@ STATES: dict[str, State] = {
     "pool_not_kept": State("no supervisor keeps the memory: the blocks end with this process"),
     "draining": State("new blocks are refused on request", of_daemon=True),
     "reload_refused": State("the changed configuration is wrong: the old one is in effect", of_daemon=True),
+    "certificate_refused": State("other hosts refuse this daemon's certificate", of_daemon=True),
     "disk_failed": State("the disk answers errors: the store goes on without it"),
     "disk_full": State("the disk has no room: blocks are not written behind"),
     "disk_read_only": State("the disk cannot be written: blocks on it are still found"),

@@ -19,6 +19,7 @@ from kvstored.config.config import Config
 from kvstored.config.peers import Endpoint, Peer, endpoint, node, why_not
 from kvstored.errors import ConfigError, StoreError
 from kvstored.process.limits import members_within
+from kvstored.telemetry.problems import Degraded
 
 POOL = "pool"
 BY_ITSELF = Endpoint("127.0.0.1", 0)  # where a daemon listens that was told nothing but a cluster
@@ -193,6 +194,11 @@ class Peers:
             raise ConfigError(str(error)) from error
         if self._server:
             self._server.renew()
+
+    def watch(self, degraded: Degraded) -> None:
+        """Brings the degraded state of this daemon's certificate up to date: it runs out by itself."""
+        why = self._tls.doubt(self._config.node) if self._tls else ""
+        degraded.put(bool(why), "certificate_refused", text=why)
 
     def placer_ended(self) -> None:
         """The fabric's process: what it was lent of the pools is over."""

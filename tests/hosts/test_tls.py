@@ -5,6 +5,7 @@ that a careless operator could really install. Of what passes a wire is recorded
 of blocks.
 """
 
+import json
 import shutil
 import socket
 import ssl
@@ -76,6 +77,13 @@ def reload(daemon):
     return run(command, timeout=60, python=WarmDaemon)
 
 
+def doubted(daemon):
+    """Whether it says of itself that other hosts refuse it."""
+    asked = [sys.executable, "-m", "kvstored", "status", "--json", "--dir", str(daemon.dir)]
+    said = json.loads(run(asked, timeout=60, python=WarmDaemon).stdout)
+    return "certificate_refused" in [entry["state"] for entry in said["degraded"]]
+
+
 def test_blocks_come_over_tls_and_are_not_to_be_read_on_the_way(hosts, wait_until):
     proxy = Proxy(hosts.addresses[0])
     hosts.reroute(1, 0, proxy.address)
@@ -142,6 +150,9 @@ def test_who_has_no_right_certificate_gets_nothing(hosts, made, tmp_path, wait_u
     why = hosts.peers(0)["n1"]["why"]
     said = {"expired": "expired", "another authority": "issuer", "another node": "ostname mismatch"}
     assert said.get(wrong, "") in why, why
+    if wrong in ("expired", "another node"):
+        wait_until(lambda: doubted(hosts[1]), "n1 says so of itself")
+    assert not doubted(hosts[0])
 
 
 def test_a_node_that_has_a_certificate_cannot_speak_for_another(hosts, made, wait_until):
@@ -179,6 +190,10 @@ def test_what_is_renewed_is_used_after_a_reload_and_what_is_wrong_is_not(hosts, 
         certificate(made, "n1", days=-1)
         assert reload(hosts[1]).returncode == 0 and reload(hosts[0]).returncode == 0
         wait_until(lambda: hosts.peers(0)["n1"]["state"] == "down", "n1 has expired")
+        wait_until(lambda: doubted(hosts[1]), "and says so")
+        certificate(made, "n1")
+        assert reload(hosts[1]).returncode == 0
+        wait_until(lambda: not doubted(hosts[1]), "it is renewed")
 
 
 def test_whom_the_new_authority_does_not_know_is_heard_no_more(hosts, made, wait_until):

@@ -130,7 +130,8 @@ void bind_peers(nb::module_& m) {
           [](TlsIdentity& self, std::string certificate, std::string key, std::string authority) {
             self.read_again({std::move(certificate), std::move(key), std::move(authority)});
           },
-          nb::arg("certificate"), nb::arg("key"), nb::arg("authority"), "If this raises, what was read before stays.");
+          nb::arg("certificate"), nb::arg("key"), nb::arg("authority"), "If this raises, what was read before stays.")
+      .def("doubt", &TlsIdentity::doubt, nb::arg("node"), "Why peers refuse it as this node's now; \"\": not for name or time.");
   nb::class_<Server>(m, "PeerServer", "The port that other daemons read blocks from. stop() before the stores close.")
       .def(
           "__init__",

@@ -12,6 +12,7 @@ struct bio_st;
 struct bio_method_st;
 struct x509_st;
 struct x509_store_ctx_st;
+struct asn1_string_st;
 
 namespace kv::peer {
 
@@ -46,6 +47,10 @@ namespace kv::peer {
   X(SSL_get1_peer_certificate, x509_st*, (const ssl_st*))                                \
   X(X509_check_host, int, (x509_st*, const char*, size_t, unsigned int, char**))         \
   X(X509_free, void, (x509_st*))                                                         \
+  X(SSL_CTX_get0_certificate, x509_st*, (const ssl_ctx_st*))                             \
+  X(X509_get0_notBefore, const asn1_string_st*, (const x509_st*))                        \
+  X(X509_get0_notAfter, const asn1_string_st*, (const x509_st*))                         \
+  X(X509_cmp_current_time, int, (const asn1_string_st*))                                 \
   X(X509_verify_cert_error_string, const char*, (long))                                  \
   X(ERR_get_error, unsigned long, (void))                                                \
   X(ERR_clear_error, void, (void))                                                       \

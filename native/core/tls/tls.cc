@@ -49,6 +49,10 @@ std::string last_error() {
 
 int no_password(char*, int, int, void*) { return 0; }  // else OpenSSL asks for it at a terminal
 
+bool bears(x509_st* certificate, const std::string& node) {
+  return openssl().X509_check_host(certificate, node.data(), node.size(), kNoWildcards | kNeverSubject, nullptr) == 1;
+}
+
 std::shared_ptr<ssl_ctx_st> read(const TlsFiles& files) {
   const OpenSsl& o = openssl();
   o.ERR_clear_error();
@@ -86,6 +90,16 @@ void TlsIdentity::read_again(const TlsFiles& files) {
 std::shared_ptr<ssl_ctx_st> TlsIdentity::context() const {
   std::lock_guard lock(mutex_);
   return context_;
+}
+
+std::string TlsIdentity::doubt(const std::string& node) const {
+  const OpenSsl& o = openssl();
+  const std::shared_ptr<ssl_ctx_st> kept = context();
+  x509_st* certificate = o.SSL_CTX_get0_certificate(kept.get());
+  if (!bears(certificate, node)) return "tls_cert: no DNS name in it is '" + node + "'";
+  if (o.X509_cmp_current_time(o.X509_get0_notBefore(certificate)) > 0) return "tls_cert: its time has not come";
+  if (o.X509_cmp_current_time(o.X509_get0_notAfter(certificate)) < 0) return "tls_cert: it has expired";
+  return {};
 }
 
 TlsStream::TlsStream(int socket, const TlsIdentity& identity, const std::string& node)
@@ -184,8 +198,7 @@ bool TlsStream::buffered() const { return in_at_ != in_end_ || openssl().SSL_has
 bool TlsStream::is(const std::string& node) const {
   const OpenSsl& o = openssl();
   x509_st* certificate = o.SSL_get1_peer_certificate(ssl_);
-  const bool named = certificate && !node.empty() &&
-                     o.X509_check_host(certificate, node.data(), node.size(), kNoWildcards | kNeverSubject, nullptr) == 1;
+  const bool named = certificate && !node.empty() && bears(certificate, node);
   o.X509_free(certificate);
   return named;
 }

@@ -32,6 +32,8 @@ class TlsIdentity {
   explicit TlsIdentity(const TlsFiles& files, uint64_t records_per_key = kRecordsPerKey);
   void read_again(const TlsFiles& files);  // the same; what was read before then stays
   std::shared_ptr<ssl_ctx_st> context() const;
+  // Why peers refuse it as this node's now: it bears other names, or its time has not come, or is over. Empty: not for these.
+  std::string doubt(const std::string& node) const;
   uint64_t generation() const { return generation_; }  // of what was read last
   uint64_t records_per_key() const { return records_per_key_; }
 

@@ -49,7 +49,7 @@ def scrubbed(stores, enough, monkeypatch):
 
     async def scenario():
         threads = Threads(1)
-        background = Watch(stores, None, Events(1, 8), threads, "")
+        background = Watch(stores, (), Events(1, 8), threads, "")
         task = asyncio.ensure_future(background._scrub(lambda: 1 << 30))
         task.add_done_callback(watch._ended)
         async with asyncio.timeout(20):
@@ -108,7 +108,7 @@ def test_what_is_verified_in_the_background_is_what_was_asked_for_also_of_long_b
     async def scenario(rate, seconds):
         nonlocal slept
         slept, stores, threads = 0.0, {"a": Long(), "b": Long()}, Threads(1)
-        task = asyncio.ensure_future(Watch(stores, None, Events(1, 8), threads, "")._scrub(lambda: rate))
+        task = asyncio.ensure_future(Watch(stores, (), Events(1, 8), threads, "")._scrub(lambda: rate))
         while slept < seconds:
             await sleep(0)
         task.cancel()
@@ -147,7 +147,7 @@ def test_a_watch_that_ended_for_want_of_a_thread_looks_again(monkeypatch):
 
     async def scenario():
         threads = Threadless(1)
-        background = Watch({"a": Harmed()}, NoTier(), Events(1, 8), threads, "")
+        background = Watch({"a": Harmed()}, (NoTier(),), Events(1, 8), threads, "")
         background.start(lambda: 0)
         async with asyncio.timeout(60):
             while not background.degraded.gauges(["a"])["namespace_fenced", "a"]:  # noqa: ASYNC110
@@ -178,7 +178,7 @@ def test_a_problem_that_is_over_is_no_error(monkeypatch):
     async def scenario():
         threads = Threads(1)
         task = asyncio.ensure_future(
-            Watch({"a": Full()}, NoTier(), Events(1, 8), threads, "")._look_for_problems()
+            Watch({"a": Full()}, (NoTier(),), Events(1, 8), threads, "")._look_for_problems()
         )
         async with asyncio.timeout(20):
             while ("info", "recovered") not in [entry[:2] for entry in logged]:  # noqa: ASYNC110
