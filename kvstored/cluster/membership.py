@@ -67,7 +67,7 @@ class Membership:
                     raise ValueError("the answer is no object")
                 return answer
             except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-                why = f"{what}: {error}"
+                why = f"{self._endpoints[0]}: {what}: {error}"
                 self._endpoints.append(self._endpoints.pop(0))  # the next, and from now on
         raise Away(why)
 

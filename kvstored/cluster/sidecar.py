@@ -76,28 +76,10 @@ def told_of_the_pool(config: Config) -> dict[str, Any]:
         return {}
 
 
-def _what_it_is_told(config: Config, peers: Peers, pools: Mapping[str, Pool]) -> dict[str, Any]:
-    at = peers.told.partition(":")[0]
-    address = at if at and not at.startswith("127.") else address_towards(config.etcd)
-    port = config.listen.port if config.listen else 0
-    name = config.cluster.removeprefix("etcd://").partition("/")[2] or "default"
-    return {
-        "dir": config.dir, "node": config.node, "listen": peers.told, "inner": peers.inner,
-        "port": peers.pool_port, "etcd": config.etcd, "cluster": name, "address": address,
-        "master_port": port + 1 if port else MASTER_PORT, "memory": config.cluster_memory,
-        "replicas": config.cluster_replicas,
-        "salts": {space: peers.salts[space].hex() for space in config.shared},
-        "pools": {
-            space: (pools[space].pool_fd, pools[space].geometry.capacity_bytes) for space in config.shared
-        },
-    }  # fmt: skip
-
-
 class Sidecar:
     def __init__(self, config: Config, peers: Peers, pools: Mapping[str, Pool], left: Left) -> None:
         """After `peers` has started: its port is known then. `pools`: by namespace."""
-        self._said = _what_it_is_told(config, peers, pools)
-        self._config, self._peers = config, peers
+        self._config, self._peers, self._pools = config, peers, pools
         self._inherited = [left.fd, *(pools[name].pool_fd for name in config.shared)]
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,6 +88,26 @@ class Sidecar:
 
     def start(self) -> None:
         self._thread.start()
+
+    def _what_it_is_told(self) -> dict[str, Any]:
+        """As it is now: `address` is "" while this host has none on the way to etcd."""
+        config, peers = self._config, self._peers
+        at = peers.told.partition(":")[0]
+        address = at if at and not at.startswith("127.") else address_towards(config.etcd)
+        port = config.listen.port if config.listen else 0
+        name = config.cluster.removeprefix("etcd://").partition("/")[2] or "default"
+        return {
+            "dir": config.dir, "node": config.node, "listen": peers.told, "inner": peers.inner,
+            "port": peers.pool_port, "etcd": config.etcd, "cluster": name, "address": address,
+            "master_port": port + 1 if port else MASTER_PORT, "memory": config.cluster_memory,
+            "replicas": config.cluster_replicas,
+            "salts": {space: peers.salts[space].hex() for space in config.shared},
+            "pools": {
+                space: (pool.pool_fd, pool.geometry.capacity_bytes)
+                for space, pool in self._pools.items()
+                if space in config.shared
+            },
+        }  # fmt: skip
 
     def figures(self) -> dict[str, float]:
         """What the fabric told last, and how it is."""
@@ -125,6 +127,11 @@ class Sidecar:
         pause_s = LEAST_S
         while not self._over.is_set():
             began = time.monotonic()
+            said = self._what_it_is_told()
+            if not said["address"]:  # what others were told of it would be true here alone
+                log.warning("fabric_not_started", why=f"no way to {self._config.etcd}", again_in_s=pause_s)
+                self._over.wait(pause_s)
+                continue
             try:
                 hears, tells = os.pipe()
             except OSError as error:
@@ -149,7 +156,7 @@ class Sidecar:
             if self._over.is_set():  # close() may have seen none yet
                 process.stdin.close()
             try:
-                process.stdin.write(json.dumps(self._said | {"tells": tells}).encode() + b"\n")
+                process.stdin.write(json.dumps(said | {"tells": tells}).encode() + b"\n")
                 process.stdin.flush()
             except (OSError, ValueError):  # it ended at once, or is to end: wait() says so
                 pass

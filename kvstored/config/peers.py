@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +91,10 @@ def peers(value: Any) -> tuple[Peer, ...]:
         if not name or at is None or not at.port or at.everywhere:
             raise ValueError(f"{entry!r}: NAME=HOST:PORT is wanted")
         found.append(Peer(node(name), at))
-    if len(found) > MAX_PEERS or len({peer.node for peer in found}) != len(found):
-        raise ValueError(f"{len(found)} peers: at most {MAX_PEERS}, each name once")
+    if len(found) > MAX_PEERS:
+        raise ValueError(f"{len(found)} peers: at most {MAX_PEERS}")
+    if twice := [name for name, times in Counter(peer.node for peer in found).items() if times > 1]:
+        raise ValueError(f"{twice[0]!r} is named twice")
     return tuple(found)
 
 
@@ -109,9 +112,12 @@ def network(value: Any) -> ipaddress.IPv4Network | None:
     if value in ("", None):
         return None
     try:
-        return ipaddress.IPv4Network(value)
+        found = ipaddress.IPv4Network(value, strict=False)
     except (ValueError, TypeError):
         raise ValueError(f"{value!r}: an IPv4 network is wanted, as 10.1.2.0/24") from None
+    if str(found.network_address) != str(value).partition("/")[0]:
+        raise ValueError(f"{value!r} is an address in a network: {found} is the network")
+    return found
 
 
 def why_not(

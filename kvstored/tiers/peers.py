@@ -26,14 +26,17 @@ BY_ITSELF = Endpoint("127.0.0.1", 0)  # where a daemon listens that was told not
 
 
 def address_towards(etcd: str) -> str:
-    """This host's address on the way to the first of these HOST:PORT; loopback if there is no way."""
-    host, _, port = etcd.partition(",")[0].rpartition(":")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-            probe.connect((host, int(port)))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+    """This host's address on the way to the first of these HOST:PORT that there is a way to, "" if there is
+    none: no network yet, or nobody who knows the name."""
+    for where in etcd.split(","):
+        host, _, port = where.rpartition(":")
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+                probe.connect((host, int(port)))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return ""
 
 
 def listening_at(config: Config) -> Endpoint | None:
@@ -41,7 +44,11 @@ def listening_at(config: Config) -> Endpoint | None:
     on the way to etcd, if others may be spoken to there. None: nowhere."""
     if not config.cluster or config.listen != BY_ITSELF:
         return config.listen
-    found = Endpoint(address_towards(config.etcd), 0)
+    address = address_towards(config.etcd)
+    if not address:
+        log.warning("no_way_to_etcd", etcd=config.etcd, why="until it is started anew no host reads from it")
+        return None
+    found = Endpoint(address, 0)
     trusted = config.trusted_network
     allowed = config.tls_cert or found.on_loopback or (trusted and found.address in trusted)
     return found if allowed else None
@@ -129,7 +136,7 @@ class Peers:
         if not self._at or not self._server:
             return ""
         host = address_towards(self._config.etcd) if self._at.everywhere else self._at.host
-        return f"{host}:{self._server.port}"
+        return f"{host}:{self._server.port}" if host else ""
 
     def members_are(self, told: Mapping[str, str]) -> None:
         """Where the cluster's hosts read, by node: those that may be spoken to are peers from now on, and

@@ -15,6 +15,7 @@ import pytest
 from kvclient.errors import BlockLost
 from kvclient.testing.conformance.case import BIG, SMALL, check, fill, new_keys, pattern
 from kvstored.config.config import Config
+from kvstored.config.peers import network
 from kvstored.config.peers import peers as parse_peers
 from kvstored.errors import ConfigError
 from tests.hosts.hosts import Hosts, Proxy, told
@@ -236,3 +237,8 @@ def test_off_loopback_a_trusted_network_has_to_be_named():
         from kvstored.config.namespaces import parse
 
         parse("default:share=read")
+    with pytest.raises(ValueError, match=r"10\.1\.2\.0/24 is the network"):
+        network("10.1.2.3/24")
+    assert str(network("10.1.2.3")) == "10.1.2.3/32"
+    with pytest.raises(ValueError, match="'b' is named twice"):
+        parse_peers("b=127.0.0.1:1,c=127.0.0.1:2,b=127.0.0.1:3")

@@ -24,8 +24,8 @@ WAIT_S = 30.0
 
 def bare(**has) -> Sidecar:
     made = object.__new__(Sidecar)
-    made._over, made._inherited, made._said, made.restarts = threading.Event(), [], {}, 0
-    made._process = None
+    made._over, made._inherited, made.restarts = threading.Event(), [], 0
+    made._process, made._what_it_is_told = None, lambda: {"address": "127.0.0.1"}
     for name, value in has.items():
         setattr(made, name, value)
     return made
@@ -57,6 +57,28 @@ def test_a_fabric_that_starts_while_its_daemon_stops_ends_too(monkeypatch):
     monkeypatch.setattr(sidecar.subprocess, "Popen", start)
     late._watch()
     assert late._process.returncode == 0, "it read to the end, and nothing"
+
+
+def test_no_fabric_is_started_while_there_is_no_way_to_etcd(monkeypatch):
+    """It would take the master's part in etcd, once that is there, at an address that is everybody's."""
+    addresses = iter(["", "", "10.0.0.1"])
+    monkeypatch.setattr(sidecar, "LEAST_S", 0.001)
+    over, started, told = threading.Event(), subprocess.Popen, []
+
+    def start(words, **about):
+        over.set()
+        told.append("started")
+        return started([sys.executable, "-S", "-c", ""], **about)
+
+    monkeypatch.setattr(sidecar.subprocess, "Popen", start)
+    early = bare(
+        _over=over,
+        _config=types.SimpleNamespace(etcd="etcd.invalid:2379"),
+        _peers=types.SimpleNamespace(placer_ended=lambda: None),
+        _what_it_is_told=lambda: {"address": next(addresses)},
+    )
+    early._watch()
+    assert told == ["started"] and next(addresses, None) is None
 
 
 @pytest.mark.parametrize("tail", [b"5\n", b"[1]\n", b"null\n", b'"\xc3\n', b"\xa4\n", b"{\n"])

@@ -90,6 +90,8 @@ def test_the_next_endpoint_is_asked_where_the_first_is_no_etcd(etcd):
         threading.Thread(target=_says, args=(other, b"hello\r\n"), daemon=True).start()
         membership._endpoints = [f"127.0.0.1:{other.getsockname()[1]}", good]
         assert membership.look() and membership.members == {"a": {}}
+        membership._endpoints = ["127.0.0.1:0"]
+        assert not membership.look() and membership.away.startswith("127.0.0.1:0: lease/")
 
 
 def _says(listener: socket.socket, what: bytes) -> None:

@@ -15,7 +15,7 @@ from kvstored.cluster.sidecar import Left
 from kvstored.config.peers import MAX_PEERS, Endpoint
 from kvstored.config.sources import load
 from kvstored.errors import ConfigError, StartupError
-from kvstored.tiers.peers import Peers, held_port
+from kvstored.tiers.peers import Peers, address_towards, held_port
 
 TLS = {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}
 SHARED = {"node": "me", "cluster": "etcd://10.0.0.8:2379", "cluster_memory": "0"}
@@ -146,6 +146,14 @@ def test_listening_on_the_way_to_etcd(peers, monkeypatch):
     assert module.listening_at(peers(trusted_network="10.0.0.0/24")._config) == Endpoint("10.0.0.1", 0)
     assert module.listening_at(peers(**TLS)._config) == Endpoint("10.0.0.1", 0)
     assert module.listening_at(peers(listen="127.0.0.1:7400")._config) == Endpoint("127.0.0.1", 7400)
+    monkeypatch.setattr(module, "address_towards", lambda etcd: "")
+    assert module.listening_at(peers(**TLS)._config) is None  # not loopback, which is every host's
+
+
+def test_the_address_is_that_towards_an_etcd_there_is_a_way_to():
+    nowhere = "255.255.255.255:2379"  # refused at once, as where there is no network
+    assert address_towards(f"{nowhere},127.0.0.1:2379") == "127.0.0.1"
+    assert address_towards(nowhere) == ""
 
 
 def test_a_cluster_goes_with_tls_where_it_has_no_pool():
