@@ -117,6 +117,8 @@ def network(value: Any) -> ipaddress.IPv4Network | None:
         raise ValueError(f"{value!r}: an IPv4 network is wanted, as 10.1.2.0/24") from None
     if str(found.network_address) != str(value).partition("/")[0]:
         raise ValueError(f"{value!r} is an address in a network: {found} is the network")
+    if not found.prefixlen:
+        raise ValueError(f"{value!r} is every address there is: that wants tls_cert, tls_key and tls_ca")
     return found
 
 

@@ -53,7 +53,7 @@ std::string anybodys(const std::string& path) {
     }
     if (++links > kMostLinks) return {};  // connect() says why
     rest.insert(0, std::string(target, static_cast<size_t>(length)) + "/");
-    if (rest.starts_with('/')) above = "/";
+    if (rest.starts_with('/')) above.assign(1, '/');  // by a text GCC 12 warns of what is not so
   }
   return {};
 }

@@ -77,7 +77,8 @@ bool Client::await(BlockBatch& batch, std::span<const Key> keys, bool follow, co
         const Find found = pin_one(at, batch, keys, places[k], follow, there);
         if (batch.item(places[k]).state == ItemState::Hit) at->board->touched({&there.record, 1}), at->board->count(1, 0);
         if (batch.item(places[k]).state != ItemState::Miss) break;
-        if (over |= passed(deadline)) break;
+        over = over || passed(deadline);
+        if (over) break;
         if (found == Find::Hit && there.control.state() == State::Created) {
           asked = true;
           const PinBoard::Waiting waiting(*at->board);

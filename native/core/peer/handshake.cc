@@ -80,7 +80,7 @@ void introduce(Channel& channel, const std::string& node, const std::string& spa
                                            std::to_string(kOldestVersion) + " to " + std::to_string(kVersion));
   if (name_of(challenge.node) != expected_node) throw Broken(Broken::Why::Refused, "it is not " + expected_node);
   if (!same(proof_of(salt, 's', hello, challenge), challenge.proof))
-    throw Broken(Broken::Why::Refused, "its salt is another, or it does not share the namespace");
+    throw Broken(Broken::Why::Refused, "its salt is another, it does not share the namespace, or " + node + " is no peer of it");
   Proof proof;
   const Secret mine = proof_of(salt, 'c', hello, challenge);
   std::memcpy(proof.proof, mine.data(), mine.size());
