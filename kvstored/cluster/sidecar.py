@@ -92,12 +92,14 @@ class Sidecar:
     def _what_it_is_told(self) -> dict[str, Any]:
         """As it is now: `address` is "" while this host has none on the way to etcd."""
         config, peers = self._config, self._peers
-        at = peers.told.partition(":")[0]
-        address = at if at and not at.startswith("127.") else address_towards(config.etcd)
+        towards = address_towards(config.etcd)
+        listen = peers.told(towards)
+        at = listen.partition(":")[0]
+        address = at if at and not at.startswith("127.") else towards
         port = config.listen.port if config.listen else 0
         name = config.cluster.removeprefix("etcd://").partition("/")[2] or "default"
         return {
-            "dir": config.dir, "node": config.node, "listen": peers.told, "inner": peers.inner,
+            "dir": config.dir, "node": config.node, "listen": listen, "inner": peers.inner,
             "port": peers.pool_port, "etcd": config.etcd, "cluster": name, "address": address,
             "master_port": port + 1 if port else MASTER_PORT, "memory": config.cluster_memory,
             "replicas": config.cluster_replicas,
@@ -124,14 +126,20 @@ class Sidecar:
         }  # fmt: skip
 
     def _watch(self) -> None:
-        pause_s = LEAST_S
+        pause_s, waits = LEAST_S, False  # for a way to etcd
         while not self._over.is_set():
             began = time.monotonic()
             said = self._what_it_is_told()
             if not said["address"]:  # what others were told of it would be true here alone
-                log.warning("fabric_not_started", why=f"no way to {self._config.etcd}", again_in_s=pause_s)
+                if not waits:
+                    log.warning("fabric_not_started", why=f"no way to {self._config.etcd}")
+                waits = True
                 self._over.wait(pause_s)
+                pause_s = min(2 * pause_s, MOST_S)
                 continue
+            if waits:
+                waits, pause_s = False, LEAST_S
+                log.info("fabric_starts", address=said["address"])
             try:
                 hears, tells = os.pipe()
             except OSError as error:

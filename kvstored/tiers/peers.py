@@ -130,12 +130,12 @@ class Peers:
         """Where this daemon's fabric reads; after start()."""
         return f"127.0.0.1:{self._inner.port}"
 
-    @property
-    def told(self) -> str:
-        """Where other hosts are told to read; "" if they cannot. After start()."""
+    def told(self, towards: str) -> str:
+        """Where other hosts are told to read; "" if they cannot. After start(). `towards`: this host's
+        address on the way to etcd, "" without one."""
         if not self._at or not self._server:
             return ""
-        host = address_towards(self._config.etcd) if self._at.everywhere else self._at.host
+        host = towards if self._at.everywhere else self._at.host
         return f"{host}:{self._server.port}" if host else ""
 
     def members_are(self, told: Mapping[str, str]) -> None:

@@ -18,6 +18,8 @@ from kvstored.cluster import answers, frames, sidecar
 from kvstored.cluster.answers import Answers
 from kvstored.cluster.frames import Broken, Stream
 from kvstored.cluster.sidecar import Sidecar
+from kvstored.config.sources import load
+from kvstored.tiers.peers import Peers
 
 WAIT_S = 30.0
 
@@ -61,7 +63,8 @@ def test_a_fabric_that_starts_while_its_daemon_stops_ends_too(monkeypatch):
 
 def test_no_fabric_is_started_while_there_is_no_way_to_etcd(monkeypatch):
     """It would take the master's part in etcd, once that is there, at an address that is everybody's."""
-    addresses = iter(["", "", "10.0.0.1"])
+    addresses, warned = iter(["", "", "10.0.0.1"]), []
+    monkeypatch.setattr(sidecar.log, "warning", lambda event, **about: warned.append(event))
     monkeypatch.setattr(sidecar, "LEAST_S", 0.001)
     over, started, told = threading.Event(), subprocess.Popen, []
 
@@ -79,6 +82,25 @@ def test_no_fabric_is_started_while_there_is_no_way_to_etcd(monkeypatch):
     )
     early._watch()
     assert told == ["started"] and next(addresses, None) is None
+    assert warned == ["fabric_not_started"], "once, however long it lasts"
+
+
+@pytest.mark.parametrize("way", ["", "10.0.0.1"])
+def test_where_it_listens_is_told_as_its_address_was_found(monkeypatch, way):
+    """The resolver was asked twice: a fabric with an address told the cluster no place for its life."""
+    found = iter([way, "10.0.0.9"])
+    monkeypatch.setattr(sidecar, "address_towards", lambda etcd: next(found))
+    config = load({
+        "dir": "/tmp/x", "node": "a", "cluster": "etcd://e:2379", "listen": "0.0.0.0:7400",
+        "tls_cert": "/a", "tls_key": "/b", "tls_ca": "/c", "cluster_memory": "0",
+    }, {}).config  # fmt: skip
+    peers = object.__new__(Peers)
+    peers._at, peers._server, peers.pool_port = config.listen, types.SimpleNamespace(port=7400), 0
+    peers._inner, peers.salts = types.SimpleNamespace(port=1), {}
+    said = bare(_config=config, _peers=peers, _pools={}, _what_it_is_told=None)
+    del said._what_it_is_told
+    told = said._what_it_is_told()
+    assert (told["address"], told["listen"]) == (way, f"{way}:7400" if way else "")
 
 
 @pytest.mark.parametrize("tail", [b"5\n", b"[1]\n", b"null\n", b'"\xc3\n', b"\xa4\n", b"{\n"])
