@@ -273,7 +273,7 @@ void SessionServer::serve(Connection& connection) {
 size_t SessionServer::visible_store(const Connection& connection, const std::string& name) const {
   size_t found = stores_.size();
   for (size_t i = 0; i < stores_.size(); ++i)
-    if (int{stores_[i]->name() == name} & int{right_of(connection.who, options_.tenants[i], ::geteuid()) != Right::None}) found = i;
+    if ((stores_[i]->name() == name) & (right_of(connection.who, options_.tenants[i], ::geteuid()) != Right::None)) found = i;
   if (found == stores_.size()) throw Error(Code::NotFound, "no namespace " + name);
   return found;
 }
