@@ -42,7 +42,7 @@ struct Fiber {
 }
 
 struct Block {
-  std::vector<Fiber> fibers;
+  std::vector<Fiber*> fibers;
   std::vector<uint64_t> shared;
   Place place{};
   jmp_buf scheduler;
@@ -53,13 +53,28 @@ struct Block {
 
 Block* block = nullptr;
 
-Fiber& self() { return block->fibers[block->place.thread]; }
+Fiber& self() { return *block->fibers[block->place.thread]; }
 
+// A fiber goes from block to block and from launch to launch: a new stack is 128 KiB of page faults.
 void enter() {
-  block->body(block->context);
-  if (!self().gathered.empty() || !self().groups.empty()) stop("a thread ended with copies under way");
-  self().state = State::kDone;
-  _longjmp(block->scheduler, 1);
+  for (;;) {
+    block->body(block->context);
+    Fiber& fiber = self();
+    if (!fiber.gathered.empty() || !fiber.groups.empty()) stop("a thread ended with copies under way");
+    fiber.state = State::kDone;
+    if (_setjmp(fiber.at) == 0) _longjmp(block->scheduler, 1);
+  }
+}
+
+// The first `threads` fibers of this process, which keep their stacks.
+std::vector<Fiber*> fibers(uint32_t threads) {
+  static auto* kept = new std::deque<Fiber>;  // never destroyed: nobody knows what runs when the process ends
+  std::vector<Fiber*> all;
+  for (uint32_t thread = 0; thread < threads; ++thread) {
+    if (thread == kept->size()) kept->emplace_back().stack.reset(new char[kStack]);
+    all.push_back(&(*kept)[thread]);
+  }
+  return all;
 }
 
 void leave(State state) {
@@ -74,6 +89,11 @@ void resume(uint32_t thread) {
   Fiber& fiber = self();
   if (fiber.begun) _longjmp(fiber.at, 1);
   fiber.begun = true;
+  getcontext(&fiber.start);
+  fiber.start.uc_stack.ss_sp = fiber.stack.get();
+  fiber.start.uc_stack.ss_size = kStack;
+  fiber.start.uc_link = nullptr;
+  makecontext(&fiber.start, enter, 0);
   setcontext(&fiber.start);
 }
 
@@ -84,42 +104,34 @@ void release() {
     void* records[kLanes];
     uint32_t waiting = 0;
     for (uint32_t lane = 0; lane < kLanes; ++lane) {
-      const Fiber& fiber = block->fibers[first + lane];
+      const Fiber& fiber = *block->fibers[first + lane];
       if (fiber.state != State::kInWarp) continue;
       records[lane] = fiber.record;
       ++waiting;
     }
     if (waiting != kLanes) continue;
     for (uint32_t lane = 1; lane < kLanes; ++lane)
-      if (block->fibers[first + lane].work != block->fibers[first].work) stop("lanes of a warp meet for different things");
-    block->fibers[first].work(records);
-    for (uint32_t lane = 0; lane < kLanes; ++lane) block->fibers[first + lane].state = State::kReady;
+      if (block->fibers[first + lane]->work != block->fibers[first]->work) stop("lanes of a warp meet for different things");
+    block->fibers[first]->work(records);
+    for (uint32_t lane = 0; lane < kLanes; ++lane) block->fibers[first + lane]->state = State::kReady;
   }
   uint32_t waiting = 0;
-  for (const Fiber& fiber : block->fibers) waiting += fiber.state == State::kInBlock;
+  for (const Fiber* fiber : block->fibers) waiting += fiber->state == State::kInBlock;
   if (waiting == threads)
-    for (Fiber& fiber : block->fibers) fiber.state = State::kReady;
+    for (Fiber* fiber : block->fibers) fiber->state = State::kReady;
 }
 
 void run_block() {
   const uint32_t threads = block->place.threads;
-  for (Fiber& fiber : block->fibers) {
-    fiber.begun = false;
-    fiber.state = State::kReady;
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = fiber.stack.get();
-    fiber.start.uc_stack.ss_size = kStack;
-    fiber.start.uc_link = nullptr;
-    makecontext(&fiber.start, enter, 0);
-  }
+  for (Fiber* fiber : block->fibers) fiber->state = State::kReady;
   for (;;) {
     block->order = block->order * 1664525 + 1013904223;
     const uint32_t first = block->order >> 8, step = block->order >> 4 & 1 ? 1 : threads - 1;
     uint32_t ran = 0, done = 0;
     for (uint32_t i = 0; i < threads; ++i) {
       const uint32_t thread = (first % threads + i * step) % threads;
-      if (block->fibers[thread].state == State::kReady) resume(thread), ++ran;
-      done += block->fibers[thread].state == State::kDone;
+      if (block->fibers[thread]->state == State::kReady) resume(thread), ++ran;
+      done += block->fibers[thread]->state == State::kDone;
     }
     if (done == threads) return;
     if (ran == 0) stop("threads wait for each other and none comes");
@@ -166,8 +178,7 @@ void wait(uint32_t groups) {
 void run(uint32_t blocks, uint32_t threads, size_t shared_bytes, void (*body)(const void*), const void* context) {
   if (threads == 0 || threads % kLanes != 0) stop("a block must be whole warps");
   Block started;
-  started.fibers = std::vector<Fiber>(threads);
-  for (Fiber& fiber : started.fibers) fiber.stack = std::make_unique<char[]>(kStack);
+  started.fibers = fibers(threads);
   started.body = body, started.context = context;
   block = &started;
   for (uint32_t i = 0; i < blocks; ++i) {
