@@ -67,11 +67,12 @@ class Appended:
         """tokens: that it holds; takes() said so."""
         heads, head_dim = cache.layers[0].keys.shape[1], cache.layers[0].keys.shape[3]
         self.tokens, self.capacity = tokens, tokens + max(_LEAST, tokens // 8)
-        self._cache = weakref.ref(cache, self._forget)
         self._shown: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sides: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.places: list[tuple[int, int]] = []  # of K and V, by layer
         self._bits: list[np.ndarray] = []
+        held = self._shown, self._sides, self._bits  # not this, which would keep itself until a collection
+        self._cache = weakref.ref(cache, lambda _: [each.clear() for each in held])  # gone with the cache
         for layer in cache.layers:
             with torch.inference_mode(False):  # who comes first may be in it, and later ones not
                 shape = 2, heads, self.capacity, head_dim
@@ -83,11 +84,6 @@ class Appended:
             self._sides.append(sides)
             self.places.append((sides[0].data_ptr(), sides[1].data_ptr()))
             self._bits.append(memory.view(_BITS[memory.dtype]).numpy())
-
-    def _forget(self, _: Any) -> None:
-        """The cache is gone, and what it held with it."""
-        for held in (self._shown, self._sides, self._bits):
-            held.clear()
 
     def stands(self, cache: Any) -> bool:
         """Whether the cache holds what was put there last, which shows the same numbers, and there is room

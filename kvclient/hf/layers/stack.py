@@ -126,7 +126,9 @@ class Stack:
             return None
         if self._same is None:
             return self._proven(step, told, hidden, angles, tokens)
-        memory = memory if held else appended.Appended(cache, tokens)
+        if memory is None or not held:
+            memory = self._memory = None  # what it holds goes layer by layer, as the new one takes it
+            memory = appended.Appended(cache, tokens)
         hidden = self._computed(step, hidden, angles, memory)
         memory.show(cache)
         self._memory = memory

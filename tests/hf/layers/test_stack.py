@@ -309,6 +309,26 @@ def test_an_error_within_a_step_leaves_the_cache_as_it_was(monkeypatch):
     assert alike(*talks) and alike(*talks)
 
 
+def test_memory_that_a_cache_outgrew_goes_at_once(monkeypatch):
+    """Without a collection: each is as large as the answer was by then."""
+    made, usual = [], appended.Appended.__init__
+
+    def noted(self, *args):
+        made.append(weakref.ref(self))
+        usual(self, *args)
+
+    monkeypatch.setattr(appended.Appended, "__init__", noted)
+    talk = Talk(both()[0])
+    gc.disable()
+    try:
+        for _ in range(TOKENS):
+            talk.one()
+        assert len(made) >= 3  # the trial's, and one that had no room any more
+        assert sum(ref() is not None for ref in made) == 1
+    finally:
+        gc.enable()
+
+
 def test_threads_with_caches_of_their_own(steps):
     model, twin = both()
     Talk(model).one()

@@ -148,8 +148,11 @@ def test_what_the_command_is_told_wrongly_is_said_before_it_loads(
 ):
     """An infinite memory, no tokens and a trace nowhere ended in tracebacks, or after everything else."""
     home = write_checkpoint(tmp_path, tiny_llama(1), 32)
-    nothing = lambda *_, **__: lambda text, **_: {"input_ids": torch.ones(1, len(text))}  # noqa: E731
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", nothing)
+
+    def letters(text, **_):
+        return {"input_ids": torch.ones(1, len(text))}
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: letters)
     before = sorted(path.name for path in home.iterdir())
     monkeypatch.setattr("sys.argv", ["it", str(home), *told])
     try:

@@ -165,7 +165,10 @@ def test_a_problem_that_is_over_is_no_error(monkeypatch):
     monkeypatch.setattr(watch, "PROBLEM_LOOK_S", 0.001)
     logged = []
     for level in ("error", "info"):
-        note = lambda event, level=level, **fields: logged.append((level, event, fields))  # noqa: E731
+
+        def note(event, level=level, **fields):
+            logged.append((level, event, fields))
+
         monkeypatch.setattr(watch.log, level, note)
 
     class Full:
