@@ -2,15 +2,15 @@
 spoil."""
 
 import contextlib
+import io
 import json
 import select
 import socket
-import sys
 import threading
 from collections.abc import Callable
 
+from kvstored.cli.main import main
 from tests.conftest import wait_for
-from tests.warm_python import WarmDaemon, run
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -52,10 +52,11 @@ class Hosts:
 
     def peers(self, i: int) -> dict:
         """`kvstored peers --json` there: by peer's name, and "server"."""
-        command = [sys.executable, "-m", "kvstored", "peers", "--json", "--dir", str(self.made[i].dir)]
-        ran = run(command, timeout=60, python=WarmDaemon)
-        assert ran.returncode in (0, 1) and not ran.stderr, ran.stderr
-        said = json.loads(ran.stdout)
+        printed, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            code = main(["peers", "--json", "--dir", str(self.made[i].dir)])  # here: it is asked for often
+        assert code in (0, 1) and not errors.getvalue(), errors.getvalue()
+        said = json.loads(printed.getvalue())
         return {peer["node"]: peer for peer in said["peers"]} | {"server": said["server"]}
 
     def wait_up(self, wait_until) -> "Hosts":
