@@ -55,6 +55,11 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
                 f"decode_context_parallel_size={ranks}: each block's tokens are spread over {ranks} ranks, "
                 "which the connector takes for whole blocks; only 1 is supported"
             )
+        if (parts := vllm_config.parallel_config.num_ubatches) > 1:
+            raise InvalidArgument(
+                f"{parts} microbatches: a layer is left before all of a step is computed, and would be saved "
+                "then; start without --enable-dbo and --ubatch-size"
+            )
         group = _only_group(kv_cache_config)
         if options["enable_kv_events"]:
             checked_endpoints(vllm_config.kv_events_config)
@@ -84,7 +89,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = Worker(
                 self._client, vllm_config.parallel_config.rank, ranks, list(group.layer_names), block_tokens,
-                float(options["load_wait_s"]),
+                kv_cache_config.num_blocks, float(options["load_wait_s"]),
             )  # fmt: skip
 
         self._reporter = None if self._worker is None else Reporter(self._worker.health)

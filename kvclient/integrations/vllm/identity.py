@@ -67,8 +67,10 @@ def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
 
 
 def engine_fields(config: Any) -> dict[str, Any]:
-    """What shapes an engine's KV and its hashes, apart from its weights and from how the KV lies."""
+    """What shapes an engine's KV and its hashes, apart from its weights and from how the KV lies. Raises
+    InvalidArgument for hashes that say nothing of a request's media."""
     model = config.model_config
+    _check_media_are_digested(config)
     return {
         "config": hashlib.sha256(_canonical(_without_places(model.hf_config.to_dict()))).hexdigest(),
         "dtype": str(model.dtype),
@@ -118,6 +120,18 @@ def _kinds(value: Any) -> set[str]:
 def _media(config: Any) -> dict[str, Any] | None:
     """How media become embeddings, apart from what a request says of it, which is in vLLM's hashes."""
     return None if config is None else counted(fields_of(config) or vars(config), QUIET_OF_MEDIA)
+
+
+def _check_media_are_digested(config: Any) -> None:
+    """Without caches of its own vLLM names media by counting them: the first that an engine sees is called as
+    the first of any other."""
+    media = config.model_config.multimodal_config
+    if media is None or media.mm_processor_cache_gb > 0 or config.cache_config.enable_prefix_caching:
+        return
+    raise InvalidArgument(
+        "mm_processor_cache_gb=0 without prefix caching: vLLM gives media no digest then, only a number; "
+        "leave one of the two on"
+    )
 
 
 def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:

@@ -52,10 +52,12 @@ class Worker:
         ranks: int,
         layer_names: list[str],
         block_tokens: int,
+        block_count: int,
         load_wait_s: float,
     ) -> None:
         self._client, self._rank, self._ranks = client, rank, ranks
-        self._names, self._block_tokens, self._load_wait_s = layer_names, block_tokens, load_wait_s
+        self._names, self._load_wait_s = layer_names, load_wait_s
+        self._block_tokens, self._block_count = block_tokens, block_count
         self.health = self._health = Health(client, log)
         self._tensors: list[torch.Tensor] = []
         self._rows: list[_Rows] = []
@@ -77,10 +79,18 @@ class Worker:
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
         """Takes vLLM's tensors, one per layer, [block, …], and tries one block through the store.
-        Raises InvalidArgument for tensors that are no such, and if what comes back differs."""
+        Raises InvalidArgument for tensors that are no such, of blocks that lie in pieces for an attention
+        kernel say, and if what comes back differs."""
         self._tensors = [caches[name] for name in self._names]
         sizes = []
         for name, tensor in zip(self._names, self._tensors, strict=True):
+            if (rows := tensor.shape[0]) != self._block_count:
+                pieces, rest = divmod(rows, self._block_count)
+                change = "" if rest else f"; use --block-size {self._block_tokens // pieces}"
+                raise InvalidArgument(
+                    f"{name}: {rows} rows for {self._block_count} blocks of {self._block_tokens} tokens: the "
+                    f"attention's kernel wants others{change}"
+                )
             size = tensor[0].numel() * tensor.element_size()
             if size % self._block_tokens:
                 raise InvalidArgument(

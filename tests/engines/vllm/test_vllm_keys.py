@@ -43,9 +43,10 @@ def test_keys_events_and_the_gauge(daemon, tiny_model, tmp_path):
     run_scene(kvstored, [scene, str(kvstored.dir), tiny_model(0), str(tmp_path)], 600.0)
 
 
-def test_what_stands_on_a_failed_load_is_not_saved(daemon):
+@pytest.mark.parametrize("scene", ["blocks", "steps"])
+def test_what_stands_on_a_failed_load_is_not_saved(daemon, scene):
     kvstored = daemon()
-    run_scene(kvstored, ["tests.engines.vllm.vllm_steps_scene", str(kvstored.dir)], 600.0)
+    run_scene(kvstored, [f"tests.engines.vllm.steps.vllm_{scene}_scene", str(kvstored.dir)], 600.0)
 
 
 @pytest.mark.parametrize("way", ["connector", "spec"])

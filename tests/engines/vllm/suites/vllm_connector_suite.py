@@ -46,7 +46,7 @@ class Ours:
         self.scheduling = Scheduling(
             self.client, identity, BLOCK, BLOCK, 1, 0.0, 0.0, loads=True, saves=False
         )
-        self.worker = Worker(self.client, 0, 1, ["layer"], BLOCK, 5.0)
+        self.worker = Worker(self.client, 0, 1, ["layer"], BLOCK, VLLM_BLOCKS, 5.0)
         self.worker.register({"layer": torch.zeros(VLLM_BLOCKS, 1, BLOCK, 2)})
         self.step = Step()
 

@@ -1,0 +1,156 @@
+"""Several ranks and steps that are sent off before the one before has ended: what must not be sealed yet.
+Run with the engines' Python.
+
+    python -m tests.engines.vllm.steps.vllm_steps_scene DIRECTORY
+
+Asserts for itself.
+"""
+
+import os
+from unittest.mock import patch
+
+from kvclient.integrations.unsure import MAX_IN_FLIGHT
+from kvclient.integrations.vllm import transfer
+from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
+from tests.engines.vllm.steps.vllm_halves import (
+    BLOCKS,
+    PROMPT,
+    TOKENS,
+    Engine,
+    Rank,
+    client,
+    request,
+    saved,
+    states,
+    until,
+)
+
+
+def a_load_that_fails_on_one_rank_spoils_what_the_others_compute():
+    identity, ranks = os.urandom(32), [Rank(0, 2), Rank(1, 2)]
+    first = Engine(identity, ranks=2)
+    _, step = first.new(request(PROMPT[: 3 * TOKENS + 8]), 3 * TOKENS + 8)
+    assert saved(step) == [0, 1, 2], "a step without loads saves at once"
+    assert [rank.run(step, [0, 1, 2]) for rank in ranks] == [(set(), None)] * 2
+    second, asked = Engine(identity, ranks=2), request(PROMPT)
+    found, step = second.new(asked, 3 * TOKENS + 8)
+    assert found == 3 * TOKENS
+    keys = second.keys(asked)
+    assert client.delete([of_rank(keys, 0, 2)[KEY_BYTES : 2 * KEY_BYTES]]) == 1
+    ran = [rank.run(step, [3, 4, 5], garbage=True) for rank in ranks]
+    assert [failed for failed, _ in ran] == [{1}, set()]
+    assert states(keys, 1, 2)[3:] == b"\1\1\1", "rank 1 computed it from what rank 0 did not have"
+    second.hear(*ran)
+    step = second.next(asked, TOKENS, 5 * TOKENS + 8)  # vLLM sets it back to the first block that failed
+    for rank in ranks:
+        rank.run(step, [1, 2, 3, 4, 5])
+    assert [states(keys, rank, 2) for rank in (0, 1)] == [b"\2" * BLOCKS] * 2
+    third, asked = Engine(identity, ranks=2), request(PROMPT)
+    found, step = third.new(asked, 8)
+    assert found == BLOCKS * TOKENS
+    for rank in ranks:
+        for tensor in rank.tensors.values():
+            tensor.zero_()
+        rank.run(step, [])
+        assert rank.is_right(range(BLOCKS))
+
+
+def a_step_with_loads_on_two_ranks_is_sealed_by_the_next():
+    identity, ranks = os.urandom(32), [Rank(0, 2), Rank(1, 2)]
+    _, step = Engine(identity, ranks=2).new(request(PROMPT[: TOKENS + 8]), TOKENS + 8)
+    for rank in ranks:
+        rank.run(step, [0])
+    engine, asked = Engine(identity, ranks=2), request(PROMPT)
+    found, step = engine.new(asked, 2 * TOKENS)
+    assert (found, saved(step)) == (TOKENS, [1, 2])
+    keys = engine.keys(asked)
+    ran = [rank.run(step, [1, 2]) for rank in ranks]
+    assert [states(keys, rank, 2) for rank in (0, 1)] == [b"\2\1\1\0\0\0"] * 2
+    engine.half.finished(asked)  # prefill apart: it loads, computes and ends in one step
+    engine.hear(*ran)
+    assert engine.half.waits, "vLLM makes one more step for it"
+    step = engine.empty()
+    assert not engine.half.waits
+    for rank in ranks:
+        rank.run(step, [])
+    assert [states(keys, rank, 2) for rank in (0, 1)] == [b"\2\2\2\0\0\0"] * 2
+
+
+def what_waits_for_a_word_is_not_kept_for_ever():
+    """Of an engine that makes no further step."""
+    identity = os.urandom(32)
+    with patch.object(transfer, "IDLE_S", 0.5):
+        ranks = [Rank(0, 2), Rank(1, 2)]
+    _, step = Engine(identity, ranks=2).new(request(PROMPT[: TOKENS + 8]), TOKENS + 8)
+    for rank in ranks:
+        rank.run(step, [0])
+    engine, asked = Engine(identity, ranks=2), request(PROMPT)
+    _, step = engine.new(asked, 2 * TOKENS)
+    ran = [rank.run(step, [1, 2]) for rank in ranks]
+    until(lambda: not any(rank.worker._unsealed.count for rank in ranks))
+    keys = engine.keys(asked)
+    engine.hear(*ran)
+    step = engine.next(asked, 3 * TOKENS, 8)
+    for rank in ranks:
+        rank.run(step, [])  # the word comes late
+    assert [states(keys, rank, 2) for rank in (0, 1)] == [b"\2\0\0\0\0\0"] * 2
+
+
+def what_a_step_saved_in_vain_is_saved_again():
+    """A request that had nothing to do with the load that failed loses what it saved beside it no more."""
+    identity, rank = os.urandom(32), Rank(0, 1)
+    _, step = Engine(identity).new(request(PROMPT[: TOKENS + 8]), TOKENS + 8)
+    rank.run(step, [0])
+    engine, asked, beside = Engine(identity), request(PROMPT), request([7, *PROMPT])
+    found, step = engine.new(asked, 2 * TOKENS, beside)
+    keys, others = engine.keys(asked), engine.keys(beside)
+    assert (found, saved(step)) == (TOKENS, [1, 2, BLOCKS + 1, BLOCKS + 2])
+    client.delete([keys[:KEY_BYTES]])
+    ran = rank.run(step, [BLOCKS + 1, BLOCKS + 2])
+    assert ran[0] == {0} and states(others) == bytes(BLOCKS)
+    engine.hear(ran)
+    rank.run(engine.next(beside, 2 * TOKENS, TOKENS), [BLOCKS + 3])
+    assert states(others) == b"\2\2\2" + bytes(BLOCKS - 3)
+
+
+def a_step_sent_off_before_a_load_had_failed_saves_nothing():
+    identity, rank = os.urandom(32), Rank(0, 1)
+    _, step = Engine(identity).new(request(PROMPT[: 2 * TOKENS + 8]), 2 * TOKENS + 8)
+    rank.run(step, [0, 1])
+    engine, asked = Engine(identity), request(PROMPT)
+    found, step = engine.new(asked, TOKENS)
+    assert found == 2 * TOKENS
+    keys = engine.keys(asked)
+    assert client.delete([keys[:KEY_BYTES]]) == 1
+    ahead = engine.next(asked, 3 * TOKENS, TOKENS)
+    ran = rank.run(step, [2], garbage=True)
+    assert ran[0] == {0}
+    assert rank.run(ahead, [3], garbage=True)[0] == set()
+    assert states(keys) == b"\0\2\0\1\0\0", "both stand on a block that was not loaded"
+    engine.hear(ran)
+    rank.run(engine.next(asked, 0, 4 * TOKENS), [0, 1, 2, 3])
+    rank.run(engine.next(asked, 4 * TOKENS, 2 * TOKENS + 8), [4, 5])
+    assert states(keys) == b"\2" * BLOCKS
+    again, asked = Engine(identity), request(PROMPT)
+    found, step = again.new(asked, 8)
+    for tensor in rank.tensors.values():
+        tensor.zero_()
+    again.hear(rank.run(step, []))
+    assert rank.is_right(range(BLOCKS))
+    asked = request(PROMPT[: 2 * TOKENS] + [1] * 2 * TOKENS)
+    assert again.new(asked, TOKENS)[0] == 2 * TOKENS
+    steps = [again.next(asked, 3 * TOKENS, TOKENS) for _ in range(MAX_IN_FLIGHT)]
+    assert steps[0].unsure
+    last = steps[-1]  # an end that is never told holds nothing back for ever
+    assert (last.unsure, saved(last), len(last.wrong)) == (False, [0, 1, 2, 3], MAX_IN_FLIGHT)
+
+
+for scene in (
+    a_load_that_fails_on_one_rank_spoils_what_the_others_compute,
+    a_step_with_loads_on_two_ranks_is_sealed_by_the_next,
+    what_waits_for_a_word_is_not_kept_for_ever,
+    what_a_step_saved_in_vain_is_saved_again,
+    a_step_sent_off_before_a_load_had_failed_saves_nothing,
+):
+    scene()
+print("PASSED", flush=True)
