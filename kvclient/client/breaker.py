@@ -30,6 +30,7 @@ class Breaker:
         self._probing = False
         self.open = False
         self.opened_total = 0
+        self.why = ""  # of the last failure
 
     def renew_lock(self) -> None:
         """In a forked child: whoever held the lock or was probing does not exist here."""
@@ -61,8 +62,9 @@ class Breaker:
                 self.open = self._probing = False
                 self._backoff_s = FIRST_BACKOFF_S
 
-    def failed(self) -> None:
+    def failed(self, why: BaseException | str = "") -> None:
         """A call failed: the breaker opens, or stays open for twice as long."""
+        self.why = str(why)
         with self._lock:
             if self.open and not self._probing:
                 return  # a call from before the opening; it says nothing about the probe to come

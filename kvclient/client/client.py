@@ -268,6 +268,11 @@ class KVClient:
         """Whether the store counts as empty at the moment, because it could not be reached."""
         return self._breaker.open
 
+    @property
+    def why_degraded(self) -> str:
+        """What reaching the store failed with last; "" while it is there."""
+        return self._breaker.why if self._breaker.open else ""
+
     # Facts of the attachment, for diagnosis. (No __getattr__: it would slow down every attribute of the
     # class.)
     session = property(lambda self: self._native.session, doc="The session's number in its namespace.")

@@ -47,8 +47,8 @@ class TolerantClient(KVClient):
         self._lookup = self._get = self._no_memory
         try:
             self._bind(self._attach())
-        except UNREACHABLE:
-            self._breaker.failed()
+        except UNREACHABLE as error:
+            self._breaker.failed(error)
             self.suppressed_total += 1
 
     @staticmethod
@@ -174,8 +174,8 @@ class TolerantClient(KVClient):
             return without()
         try:
             answer = self._again(ask) if self._native is None else self._call(ask)
-        except UNREACHABLE:
-            self._breaker.failed()
+        except UNREACHABLE as error:
+            self._breaker.failed(error)
             self.suppressed_total += 1
             return without()
         except BaseException:

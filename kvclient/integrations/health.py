@@ -31,6 +31,15 @@ class Health:
         """Whether the engine goes on without its store."""
         return self._since is not None
 
+    def at_start(self, who: str = "the engine") -> bool:
+        """Whether the store is there; if not, one line says why, so that a wrong directory is seen."""
+        if self._client.degraded:
+            self._logger.warning(
+                "kvstored: no daemon at the start (%s); %s runs without a store until there is one",
+                self._client.why_degraded, who,
+            )  # fmt: skip
+        return not self._client.degraded
+
     def failed(self, what: str, error: BaseException | str) -> None:
         """Counts a failure that became a miss, and says the first of a row."""
         with self._lock:

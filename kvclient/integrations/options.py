@@ -39,6 +39,8 @@ def _checked(where: str, name: str, value: Any, default: Any) -> Any:
         if not isinstance(value, bool):  # the text "false" would be true
             raise InvalidArgument(f"{where}: {name}={value!r}; it must be true or false")
         return value
+    if default is None and not isinstance(value, str | None):
+        raise InvalidArgument(f"{where}: {name}={value!r}; it must be a text")
     if not isinstance(default, int | float):
         return value
     kind, most = (int, MAX_COUNT) if isinstance(default, int) else (float, MAX_SECONDS)

@@ -9,6 +9,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import kvclient
 from kvclient.integrations import health as module
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
@@ -51,6 +52,16 @@ def test_what_fails_at_every_step_is_said_once():
     assert health.away and health.failures_total == 5
     health.look()
     assert len(lines) == 2 and "is back" in lines[1]
+
+
+def test_a_wrong_directory_is_named_at_the_start(tmp_path):
+    lines = []
+    client = kvclient.connect(tmp_path / "typo", on_error="miss", timeout_s=0.1)
+    logger = SimpleNamespace(warning=lambda text, *args: lines.append(text % args))
+    assert not Health(client, logger).at_start("LMCache")
+    (line,) = lines
+    assert str(tmp_path / "typo") in line and "LMCache runs without" in line
+    client.close()
 
 
 def test_leases_are_counted_while_another_thread_takes_one():

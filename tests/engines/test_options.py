@@ -24,6 +24,7 @@ DEFAULTS = {"wait_s": 2.0, "max_held": 16, "enable_kv_events": False, "dir": Non
         *(("wait_s", value, "number") for value in ("nan", "inf", "soon", None, True, [1])),
         *(("max_held", value, f"{MAX_COUNT:g}") for value in (math.nan, math.inf, -1, 1 << 40, 2.5, "many")),
         *(("enable_kv_events", value, "true or false") for value in ("false", 0, None)),
+        *(("dir", value, "text") for value in (5, False, ["/run/kvstored"])),
     ],
 )
 def test_a_value_of_another_kind_or_without_bounds_is_named(name, value, limit):

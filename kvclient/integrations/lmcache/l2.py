@@ -88,8 +88,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         self._next, self._next_lock = 0, threading.Lock()
         self._shared: dict[tuple[str, int, int, str], Any] = {}  # None: nothing of it is shared
         self._objects.try_one()
-        if self._client.degraded:
-            log.warning("kvstored: no daemon at the start; LMCache runs without it until there is one")
+        self._health.at_start("LMCache")
 
     # ---------------------------------------------------------------- descriptors
 

@@ -55,13 +55,13 @@ class KvstoredRemoteConnector(RemoteConnector):
             timeout_s=float(options["timeout_s"]),
             owner="engine",
         )
-        self._objects = Objects(self._client, Health(self._client, log), float(options["wait_s"]))
+        self._health = Health(self._client, log)
+        self._objects = Objects(self._client, self._health, float(options["wait_s"]))
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-remote")
         kinds = repr([[str(dtype) for dtype in self.meta_dtypes], self.meta_fmt.name, self.single_token_size])
         self._tag = hashlib.sha256(kinds.encode()).digest()[:TAG_BYTES]
         self._objects.try_one()
-        if self._client.degraded:
-            log.warning("kvstored: no daemon at the start; LMCache runs without it until there is one")
+        self._health.at_start("LMCache")
 
     def _name(self, key: Any) -> bytes | None:
         """None of a model whose weights nobody told apart."""

@@ -81,7 +81,8 @@ class KvstoredHiCache(HiCacheStorage):
             timeout_s=float(self.options["timeout_s"]),
             owner="engine",
         )  # fmt: skip
-        self.pages = Pages(self._client, Health(self._client, log), float(self.options["wait_s"]))
+        self._health = Health(self._client, log)
+        self.pages = Pages(self._client, self._health, float(self.options["wait_s"]))
         self._leases = Leases(float(self.options["lease_s"]), MAX_LEASED)
         self._pools: dict[str, _Pool] = {}
 
@@ -139,11 +140,7 @@ class KvstoredHiCache(HiCacheStorage):
         finally:
             self._clear_page(anchor, pool, slots)
             pool.free(slots)
-        if self._client.degraded:
-            log.warning(
-                "kvstored: no daemon at the start; the engine runs without a store until there is one"
-            )
-        elif not (stored and loaded and same):
+        if self._health.at_start() and not (stored and loaded and same):
             what = "was not stored" if not stored else "was not found" if not loaded else "came back changed"
             raise InvalidArgument(f"self-test: a page of the host pool {what}")
 

@@ -32,9 +32,8 @@ class KvstoredWorker(KvCacheConnectorWorker):
         self._common = common(llm_args)
         self._rank = mpi_rank()
         self._client = connect(self._common.options)
-        self._pages = TensorPages(
-            self._client, Health(self._client, log), float(self._common.options["wait_s"])
-        )
+        self._health = Health(self._client, log)
+        self._pages = TensorPages(self._client, self._health, float(self._common.options["wait_s"]))
         self._pool: torch.Tensor | None = None
         self._layout_id = 0
 
@@ -54,11 +53,7 @@ class KvstoredWorker(KvCacheConnectorWorker):
         same = self._pages.get(key, [[row]])[0] and torch.equal(row, noise)
         self._pages.delete(key)
         row.copy_(before)
-        if self._client.degraded:
-            log.warning(
-                "kvstored: no daemon at the start; the engine runs without a store until there is one"
-            )
-        elif not (stored and same):
+        if self._health.at_start() and not (stored and same):
             raise InvalidArgument("self-test: a block that was stored did not come back")
 
     def _row(self, block: int) -> torch.Tensor:

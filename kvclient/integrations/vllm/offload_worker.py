@@ -190,10 +190,7 @@ class KvstoredWorker(OffloadingWorker):
             self._pages.delete([key])
             for row, content in zip(rows, before, strict=True):
                 row.copy_(content)
-            if self._client.degraded:
-                log.warning(
-                    "kvstored: no daemon at the start; the engine runs without a store until there is one"
-                )
+            if not self._health.at_start():
                 return
             if not (stored and loaded and same):
                 what = (

@@ -129,10 +129,7 @@ class Worker:
         self.failed_blocks = set()
         for tensor, before in zip(self._tensors, was, strict=True):
             tensor[last].copy_(before)
-        if self._client.degraded:
-            log.warning(
-                "kvstored: no daemon at the start; the engine runs without a store until there is one"
-            )
+        if not self._health.at_start():
             return
         self._client.delete(of_rank(key, self._rank, self._ranks))
         if missing or wrong:
