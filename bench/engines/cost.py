@@ -25,6 +25,7 @@ NOTHING = {
     "request_finished": (False, None), "request_finished_all_groups": (False, None), "start_load_kv": None,
     "wait_for_layer_load": None, "save_kv_layer": None, "wait_for_save": None,
     "get_block_ids_with_load_errors": frozenset(), "get_kv_connector_stats": None,
+    "has_connector_metadata": True,
 }  # fmt: skip
 
 

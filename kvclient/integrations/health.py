@@ -58,6 +58,8 @@ class Health:
     def look(self) -> None:
         """Notes, and logs once, when the daemon goes away and when it is back."""
         degraded = self._client.degraded
+        if not (degraded or self._failed or self.away):  # as in nearly each step of an engine
+            return
         with self._lock:
             if degraded:
                 if self._since is None:

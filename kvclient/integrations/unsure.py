@@ -96,6 +96,8 @@ class Unsealed:
 
     def begin(self, right: Sequence[int], wrong: Sequence[int]) -> None:
         """A step begins. The blocks of these steps are sealed, of those given up; unknown ones are gone."""
+        if not self._held:  # nor does a timer run
+            return
         with self._lock:
             self._stop_timer()
             for step in right:
@@ -110,6 +112,8 @@ class Unsealed:
 
     def end(self, step: int, writers: Sequence[Any]) -> None:
         """A step has ended: takes over what it wrote and did not seal."""
+        if not (writers or self._held):
+            return
         with self._lock:
             if writers:
                 self._held[step] = list(writers)

@@ -7,12 +7,15 @@ after the start no failure of the store reaches vLLM except as a load to recompu
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 import kvclient
@@ -123,7 +126,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         if failed := connector_output.invalid_block_ids:
-            self._evict(self._scheduler.spoilt(failed))
+            self._compute_again(failed, self._scheduler.spoilt(failed))
         ended = connector_output.kv_connector_worker_meta
         if isinstance(ended, Ended):
             self._scheduler.ended(ended.steps, ended.failed)
@@ -131,12 +134,21 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._block_pool = gpu_block_pool
 
-    def _evict(self, numbers: set[int]) -> None:
-        """Those that nobody holds any more: vLLM has the requests that run compute theirs again, but one that
-        was aborted or preempted meanwhile leaves its blocks in the prefix cache as if they were right."""
-        pool = self._block_pool
-        if pool is not None:
-            pool.evict_blocks({number for number in numbers if pool.blocks[number].ref_cnt == 0})
+    def _compute_again(self, failed: set[int], spoilt: set[int]) -> None:
+        """vLLM 0.32 sets back the first request that has a block which failed, and no more: it delivers what
+        steps that it has sent off meanwhile gave that request, goes on with others that share the block, and
+        has in its prefix cache what the first leaves there when it is given up. So all of them are preempted
+        as vLLM does it where its cache is reset under them, and what is spoilt is found no more."""
+        scheduler = _vllms_scheduler()
+        for request in reversed(scheduler.running.copy()):
+            (numbers,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            if failed.isdisjoint(numbers):
+                continue
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        if self._block_pool is not None:
+            self._block_pool.evict_blocks(spoilt)
 
     def has_pending_push_work(self) -> bool:
         """vLLM makes steps until the last request's blocks are sealed."""
@@ -176,6 +188,10 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(step, Step)
         self._own_worker.begin(step)
 
+    def has_connector_metadata(self) -> bool:
+        """Of vLLM's layers, before their two calls: a step that loads nothing has none for them."""
+        return self._worker is not None and self._worker.loads
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._own_worker.load_layer(layer_name)
 
@@ -201,6 +217,16 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
         self._client.close()
+
+
+def _vllms_scheduler() -> Scheduler:
+    """The one whose call this is: vLLM hands it to no connector."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), Scheduler):
+            return found
+        frame = frame.f_back
+    raise RuntimeError("a load failed, and vLLM's scheduler was not found to have it computed again")
 
 
 def _only_group(cache: Any) -> Any:

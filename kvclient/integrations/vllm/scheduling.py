@@ -78,6 +78,7 @@ class _Running:
     waited_until: float | None = None
     fetch: Future[list[Lease]] | None = None  # brings blocks from disk and from other hosts
     fetched: bool = False  # and gave them back: once a request
+    may_load: bool = True  # until a load of it has failed: what fails again is not asked for for ever
 
     def transfer(self, start: int, stop: int) -> Transfer:
         """Of those of its full blocks whose keys are known."""
@@ -119,6 +120,8 @@ class Scheduling:
         if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
             return 0
         running = self._of(request)
+        if not running.may_load:
+            return 0
         first = computed_tokens // self._block_tokens
         last = (request.num_tokens - 1) // self._block_tokens  # the last token is always computed
         keys = running.keys.between(first, last)
@@ -200,7 +203,8 @@ class Scheduling:
             running = self._running.get(req_id)
             if running is None:
                 continue
-            self._let_go(running)  # what was brought was loaded in an earlier step
+            if running.fetch is not None:
+                self._let_go(running)  # what was brought was loaded in an earlier step
             resumed, new_ids = req_id in cached.resumed_req_ids, cached.new_block_ids[i]
             if resumed:
                 running.block_ids = []
@@ -234,9 +238,11 @@ class Scheduling:
             self._left.clear()
 
     def spoilt(self, failed: set[int]) -> set[int]:
-        """vLLM's blocks that stand on those whose load failed, and those."""
-        found, lists = set(failed), [running.block_ids for running in self._running.values()]
-        for numbers in [*lists, *self._left]:
+        """vLLM's blocks that stand on those whose load failed, and those. Their requests load no more."""
+        found = set(failed)
+        for running in self._running.values():
+            running.may_load = running.may_load and failed.isdisjoint(running.block_ids)
+        for numbers in [*(running.block_ids for running in self._running.values()), *self._left]:
             first = next((i for i, number in enumerate(numbers) if number in failed), len(numbers))
             found.update(numbers[first:])
         return found
@@ -257,18 +263,18 @@ class Scheduling:
 
     def _add(self, step: Step, output: Any, req_id: str, computed_tokens: int, first: bool) -> None:
         running, size = self._running[req_id], self._block_tokens
-        loaded = range(0)
-        if promised := self._promised.get(req_id):
-            stop = computed_tokens // size  # vLLM counts what is loaded as computed
-            loaded = range(stop - promised, stop)
-            step.loads.append(running.transfer(loaded.start, stop))
         if first:
             running.saved = 0
-        if not self._saves or req_id in self._with_old_kv:
-            return
         # Not from computed_tokens on: blocks before it may be of tokens known only now, or written in vain
         start = min(running.saved, computed_tokens // size)
         stop = (computed_tokens + output.num_scheduled_tokens[req_id]) // size
+        loaded = range(0)
+        if promised := self._promised.get(req_id):
+            end = computed_tokens // size  # vLLM counts what is loaded as computed
+            loaded = range(end - promised, end)
+            step.loads.append(running.transfer(loaded.start, end))
+        if start >= stop or not self._saves or req_id in self._with_old_kv:
+            return
         for part in ((start, loaded.start), (loaded.stop, stop)) if loaded else ((start, stop),):
             if (save := running.transfer(*part)).keys:
                 step.saves.append(save)

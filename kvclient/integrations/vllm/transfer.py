@@ -65,6 +65,7 @@ class Worker:
         self._suspects: list[bytes] = []  # keys of blocks whose checksum was wrong
         self._index = {name: i for i, name in enumerate(layer_names)}
         self._layout_id = 0
+        self.loads = False  # whether layers have work in the step under way; else it is saved at its end
         self._loading: list[_Moved] = []
         self._saving: list[_Moved] = []
         self._loaded_layers: set[int] = set()
@@ -145,6 +146,7 @@ class Worker:
         self._spoilt, self._step = bool(self.failed_blocks), step
         for load in step.loads:
             self._pin(load)
+        self.loads = bool(self._loading)
         if self._spoilt:
             return  # what this step computes may stand on what is not there
         if step.saves:
@@ -241,11 +243,9 @@ class Worker:
 
     def finish(self) -> None:
         """Loads and saves what no layer asked for, seals, and gives everything back."""
-        for name in self._names:
-            if self._loading:
-                self.load_layer(name)
-            if self._saving:
-                self.save_layer(name)
+        for name in self._names if self._loading or self._saving else ():
+            self.load_layer(name)
+            self.save_layer(name)
         if self._suspects:
             self._report_suspects()
         waiting: list[Any] = []
@@ -282,10 +282,13 @@ class Worker:
             self._health.failed("a load", error)
 
     def _end(self) -> None:
+        if not (self._loading or self._saving or self._loaded_layers or self._saved_layers):
+            return
         for moved in self._loading:
             moved.blocks.release()
         for moved in self._saving:
             moved.blocks.abort()
+        self.loads = False
         self._loading.clear()
         self._saving.clear()
         self._loaded_layers.clear()

@@ -55,12 +55,25 @@ def test_a_request_given_up_while_its_load_fails_leaves_nothing_behind(daemon, v
     first.generate(PROMPT)
     faulty.generate(OTHER)  # so that its blocks hold something
     faulty.ask(do="fault", fault="drop-abort")
-    faulty.ask(do="abandon", prompt=PROMPT)
+    faulty.ask(do="abandon", prompts=[PROMPT])
     longer = PROMPT + OTHER[:72]
     (answer,) = faulty.generate(longer)
     assert answer["cached"] == 0
     same(answer, plain.generate(longer)[0])
     same(faulty.generate(PROMPT)[0], truth)
+    faulty.ask(do="reset")
+    faulty.generate(OTHER)
+    faulty.ask(do="fault", fault="drop-once")
+    faulty.ask(do="abandon", prompts=[PROMPT])  # behind that step: vLLM has set it back by then
+    same(faulty.generate(longer)[0], plain.generate(longer)[0])
+    # A request that vLLM's own cache gave the same blocks waits for the first to compute them
+    for engine in (faulty, first):
+        engine.ask(do="reset")
+    first.generate(PROMPT)
+    faulty.generate(OTHER)
+    faulty.ask(do="fault", fault="drop-once")
+    faulty.send({"do": "abandon", "prompts": [PROMPT, longer]})
+    assert faulty.answer() == [plain.generate(longer)[0]["tokens"]]
 
 
 def until_it_noticed(engine, plain, times):

@@ -43,10 +43,11 @@ def test_keys_events_and_the_gauge(daemon, tiny_model, tmp_path):
     run_scene(kvstored, [scene, str(kvstored.dir), tiny_model(0), str(tmp_path)], 600.0)
 
 
-@pytest.mark.parametrize("scene", ["blocks", "steps"])
-def test_what_stands_on_a_failed_load_is_not_saved(daemon, scene):
+@pytest.mark.parametrize("scene", ["blocks", "steps", "scheduler"])
+def test_what_stands_on_a_failed_load_is_not_saved(daemon, tiny_model, scene):
     kvstored = daemon()
-    run_scene(kvstored, [f"tests.engines.vllm.steps.vllm_{scene}_scene", str(kvstored.dir)], 600.0)
+    module = f"tests.engines.vllm.steps.vllm_{scene}_scene"
+    run_scene(kvstored, [module, str(kvstored.dir), tiny_model(0)], 600.0)
 
 
 @pytest.mark.parametrize("way", ["connector", "spec"])

@@ -30,11 +30,11 @@ def config_of(model, fields=None, split=None, device=None, **engine):
     return config
 
 
-def cache_of(layers=2, block=TOKENS, layout="LBHNC"):
+def cache_of(layers=2, block=TOKENS, layout="LBHNC", blocks=8):
     spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=32, dtype=torch.float32)
     group = KVCacheGroupSpec([f"layer.{i}" for i in range(layers)], spec)
     return KVCacheConfig(
-        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group], kv_cache_layout=layout
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group], kv_cache_layout=layout
     )  # fmt: skip
 
 

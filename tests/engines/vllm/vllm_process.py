@@ -6,8 +6,8 @@ something: "zero" zeroes what was loaded, "drop" deletes the blocks between look
 {"do": "fault", …} arms others: "kill-load" and "kill-store" kill the process `pid` at the third layer of
 the next load or store, "pause" writes a file `paused` there and waits for a file `go`, "note" writes `file`
 when a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is at the start. "drop-rank"
-deletes them of the first rank only, while the file KVSTORED_TEST_WHEN is there, and "drop-abort" has vLLM
-give the request up in the step whose load fails.
+deletes them of the first rank only, while the file KVSTORED_TEST_WHEN is there; "drop-abort" has vLLM give
+the request up in the step whose load fails, "drop-once" does not.
 """
 
 import json
@@ -81,9 +81,10 @@ class FaultyConnector(KvstoredConnector):
         if FAULT == "drop-rank" and Path(os.environ["KVSTORED_TEST_WHEN"]).exists():
             for load in step.loads:
                 self._client.delete(of_rank(load.keys[32:], 0, 2))
-        if step.loads and ARMED.get("fault") == "drop-abort":
+        if step.loads and ARMED.get("fault") in ("drop-abort", "drop-once"):
             self._client.delete(step.loads[0].keys)
-            ARMED["core"].aborts_queue.put([scheduler_output.scheduled_new_reqs[0].req_id])
+            if ARMED["fault"] == "drop-abort":
+                ARMED["core"].aborts_queue.put([scheduler_output.scheduled_new_reqs[0].req_id])
             ARMED.clear()
         return step
 
@@ -157,11 +158,14 @@ def main():
         elif command["do"] == "abandon":  # a request whose client goes away in its first step
             engine_of_it = llm.llm_engine
             armed["core"] = engine_of_it.engine_core.engine_core
-            prompt = {"prompt_token_ids": command["prompt"]}
-            engine_of_it.add_request("abandoned", prompt, SamplingParams(max_tokens=8))
+            for name, ids in zip(("abandoned", "beside"), command["prompts"], strict=False):
+                greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+                engine_of_it.add_request(name, {"prompt_token_ids": ids}, greedy)
             engine_of_it.step()
             engine_of_it.abort_request(["abandoned"])
             answer = True
+            while engine_of_it.has_unfinished_requests():
+                answer = [list(out.outputs[0].token_ids) for out in engine_of_it.step()]
         else:
             answer = generate(llm, command)
         print(ANSWER + json.dumps(answer), flush=True)

@@ -121,8 +121,19 @@ class Engine:
         output = KVConnectorOutput(
             invalid_block_ids=set().union(*[failed for failed, _ in ran]), kv_connector_worker_meta=ended
         )
-        connector = SimpleNamespace(_scheduler=self.half, _evict=Mock())
+        connector = SimpleNamespace(_scheduler=self.half, _compute_again=Mock())
         KvstoredConnector.update_connector_output(connector, output)
+
+
+def put(keys):
+    """Blocks of no matter what under these keys."""
+    layout = kvclient.Layout(
+        num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8", kv_per_layer=1, block_tokens=TOKENS,
+        meta_fixed=0, meta_per_token=0, layer_bytes_per_token=(8,), name="scene",
+    )  # fmt: skip
+    with client.create(keys, client.register_layout(layout)) as writer:
+        for index in writer.granted:
+            writer[index].copy_layer(0, bytes(8 * TOKENS))
 
 
 def saved(step):
