@@ -56,6 +56,11 @@ class Attends:
         """Whether its queries and keys are."""
         return not self.kind.switched or bool(self.module.use_rope)
 
+    def window(self) -> Any:
+        """That its keys have now; None: none."""
+        windowed = self.module.config if self.kind.window == "configuration" else self.module
+        return getattr(windowed, "sliding_window", None) if self.kind.window else None
+
     def takes(self, hidden: torch.Tensor, angles: Any) -> bool:
         """Whether hidden [batch, tokens, inputs] and angles may be read with its weights."""
         heads, (query, key, value, out) = self.module.head_dim, self.products
@@ -114,8 +119,7 @@ class Attends:
         attend = self.function()
         dropout = module.attention_dropout if module.training else 0.0
         if kind.window:
-            windowed = module if kind.window == "itself" else module.config
-            told = {"sliding_window": getattr(windowed, "sliding_window", None), **told}
+            told = {"sliding_window": self.window(), **told}
         out, weights = attend(
             module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **told
         )

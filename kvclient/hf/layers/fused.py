@@ -94,10 +94,9 @@ class Calls:
         self._weights, self._narrow = weights, narrow
         self._free: list[Structs] = []
 
-    @property
-    def widens(self) -> bool:
-        """Whether a call needs copies of biases."""
-        return bool(self._narrow)
+    def biases(self, structs: Structs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What structs of take() read as biases, and what that is a copy of, in another type."""
+        return [(structs.wide[name], bias) for name, bias in self._narrow.items()]
 
     @property
     def shape(self) -> tuple[int, ...]:

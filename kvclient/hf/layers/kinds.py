@@ -32,16 +32,28 @@ LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 SCALED_LAYER = ("input_layernorm", "self_attn", "residual_multiplier", "post_attention_layernorm", "mlp")
 LAYER_PARTS = set(LAYER)
 # A model's body without its head: embedding, mask, angles, layers one behind the other, norm.
-MODEL = (
+_BODY = (
     "ValueError", "embed_tokens", "DynamicCache", "config", "get_seq_length", "torch", "arange", "shape",
-    "device", "unsqueeze", "create_causal_mask", "rotary_emb", "layers", "num_hidden_layers", "norm",
-    "BaseModelOutputWithPast",
+    "device", "unsqueeze",
 )  # fmt: skip
-_MODEL_TOLD = (
+_END = ("layers", "num_hidden_layers", "norm", "BaseModelOutputWithPast")
+_BODY_TOLD = (
     ("config",), 0, 1, ("device",), ("config", "inputs_embeds", "attention_mask", CACHE, "position_ids"),
-    ("position_ids",), ("attention_mask", "position_embeddings", "position_ids", CACHE, "use_cache"),
-    ("last_hidden_state", CACHE),
 )  # fmt: skip
+_LAYER_TOLD = ("attention_mask", "position_embeddings", "position_ids", CACHE, "use_cache")
+_END_TOLD = ("last_hidden_state", CACHE)
+# By the names it uses and its constants, who says that a body's layers have windows.
+_BODIES = {
+    ((*_BODY, "create_causal_mask", "rotary_emb", *_END),
+     (*_BODY_TOLD, ("position_ids",), _LAYER_TOLD, _END_TOLD)): "",  # Llama
+    ((*_BODY, "isinstance", "dict", "create_causal_mask", "has_sliding_layers",
+      "create_sliding_window_causal_mask", "rotary_emb", "enumerate", *_END[:2], "layer_types", *_END[2:]),
+     (*_BODY_TOLD, "full_attention", "sliding_attention", _LAYER_TOLD, _END_TOLD, ())): "layer_types",  # Qwen
+    ((*_BODY, "sliding_window", "create_causal_mask", "create_sliding_window_causal_mask", "rotary_emb",
+      *_END),
+     (*_BODY_TOLD, ("position_ids",), (_LAYER_TOLD[0], *_LAYER_TOLD[2:], _LAYER_TOLD[1]), _END_TOLD)):
+        "sliding_window",  # Mistral
+}  # fmt: skip
 # Whose wrappers of a model's forward take defaults from its configuration and record what layers answer.
 _MODEL_WRAPPERS = {"transformers.utils.generic", "transformers.utils.output_capturing"}
 # Whose wrappers of a forward are for training alone, and for names of arguments that these are not called by.
@@ -107,10 +119,12 @@ def layer(module: Any) -> bool:
     return told and _constants(code) == (_WANTED, ())
 
 
-def model(module: Any) -> bool:
-    """Whether its class is the body of Llama's models."""
+def model(module: Any) -> str | None:
+    """Of a model's body of Llama's kind, the name in its configuration by which layers have windows; empty:
+    none has any. None: its class is none of these.
+    """
     code = _code(plain(type(module).forward, _MODEL_WRAPPERS))
-    return code is not None and code.co_names == MODEL and _constants(code)[1:] == _MODEL_TOLD
+    return None if code is None else _BODIES.get((code.co_names, _constants(code)[1:]))
 
 
 def plain(forward: Any, wrappers: Set[str] = WRAPPERS) -> Any:

@@ -1,4 +1,5 @@
-"""A step of one token through all decoder layers of a model of Llama's kind, without torch between them.
+"""A step of one token through all decoder layers of a model of Llama's, Qwen's or Mistral's kind, without
+torch between them.
 
 Owns what such a step computes in: its places stand in the layers' structs once, not for each call. Never
 takes a call of which a layer would compute any part otherwise. Invariant: the bits are those of the layers
@@ -39,11 +40,14 @@ class Step:
         self.calls, self.attends, self._layers = calls, attends, layers
         dtype, heads = calls[0].dtype, calls[0].heads
         self.dtype = dtype
-        self._structs = [call.take() for call in calls]
+        with torch.inference_mode(False):  # who comes first may be in it, and later ones not
+            self._structs = [call.take() for call in calls]
+        biases = [pair for pairs in map(Calls.biases, calls, self._structs) for pair in pairs]
+        self._wide, self._biases = ([pair[side] for pair in biases] for side in (0, 1))
         first = self._structs[0]
         query, key = first.before.query.outputs // heads, first.before.key.outputs // heads
         self.shape = key, heads  # of a layer's K
-        with torch.inference_mode(False):  # who comes first may be in it, and later ones not
+        with torch.inference_mode(False):
             self.cos, self.sin = (torch.empty((1, 1, heads), dtype=dtype, device="cpu") for _ in range(2))
             self._position = torch.empty((1, 1), dtype=torch.int64, device="cpu")
             self.flow = [self.cos.new_empty((1, 1, first.before.query.inputs)) for _ in range(3)]
@@ -74,6 +78,8 @@ class Step:
         this one's K and V from then on.
         """
         threads, tail = torch.get_num_threads(), self._sequences[0].tail
+        if self._biases:  # each time: somebody may have written into one
+            torch._foreach_copy_(self._wide, self._biases)
         stride = memory.capacity * tail.k_token_stride
         tail.k_head_stride = tail.v_head_stride = stride
         tail.tokens = memory.tokens + 1
@@ -96,6 +102,8 @@ class Stack:
     def __init__(self, module: Any) -> None:
         self.module, self._usual, self._config = module, type(module).forward, module.config
         self._layers, self._whole = [Layer(layer) for layer in module.layers], Whole()
+        self._windows = kinds.model(module)
+        self._none = ["full_attention"] * len(self._layers) if self._windows == "layer_types" else None
         for name in ("layers", "embed_tokens", "rotary_emb", "norm"):
             self._whole.add(module, name)
         for number in range(len(self._layers)):
@@ -142,6 +150,8 @@ class Stack:
         plain = plain and not any(config.get(name) for name in _RECORDS)
         if not here or not plain or config.get("num_hidden_layers") != len(self._layers):
             return False
+        if config.get(self._windows) != self._none:
+            return False
         if torch.is_grad_enabled() or handle.awaited() or handle.in_step() or not self._whole.stand():
             return False
         for number, layer in enumerate(self._layers):
@@ -150,7 +160,7 @@ class Stack:
                 return False
             if attention.layer_idx != number or type(attention.scaling) is not float or not layer.stands():
                 return False
-            if attention.config is not self._config:
+            if attention.config is not self._config or layer.attends.window() is not None:
                 return False
         return True
 
@@ -169,7 +179,7 @@ class Stack:
                 if step.calls == calls and step.attends == attends:
                     return step
         _, query, key, _ = calls[0].shape
-        alike = len({call.shape for call in calls}) == 1 and not any(call.widens for call in calls)
+        alike = len({call.shape for call in calls}) == 1
         grouped = query % key == 0 and query // key <= contract.MAX_GQA
         return Step(self._layers, calls, attends) if alike and grouped else None
 
@@ -253,11 +263,12 @@ def of_model(module: Any) -> Callable[..., Any]:
 
 def fits(module: Any) -> bool:
     """Whether a model's body is of the known kind, as are all its layers, which stand as they were put."""
-    if not appended.known() or not kinds.model(module) or not len(module.layers):
+    if not appended.known() or kinds.model(module) is None or not len(module.layers):
         return False
     for layer in module.layers:
         if not forwards.stands(layer) or not kinds.layer(layer) or kinds.scaled(layer):
             return False
-        if kinds.attention(layer.self_attn) not in (kinds.Attention(), kinds.Attention(tells=True)):
+        attends = kinds.attention(layer.self_attn)
+        if attends is None or attends.switched:
             return False
     return True

@@ -2,8 +2,8 @@
 logits and cache, whatever is done to the cache, the model or the call in between; that tensors which were
 handed out keep their numbers; and that a body that computes otherwise is left to its class.
 
-Method: tiny models of Llama's kind, plain and packed, beside themselves with the same layers but without the
-body's forward.
+Method: tiny models of Llama's, Qwen's and Mistral's kind, plain and packed, beside themselves with the same
+layers but without the body's forward.
 """
 
 import copy
@@ -25,8 +25,9 @@ from tests.hf.layers.test_decoder import made
 from tests.hf.zoo import prompt
 
 pytestmark = pytest.mark.skipif(
-    not appended.known() or not kinds.model(made().model), reason="this release's bodies are left to torch"
+    not appended.known() or kinds.model(made().model) is None, reason="this release's bodies are torch's"
 )
+KINDS = {"llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": None}}
 TOKENS = 90  # beyond the room that a cache of ten has at first
 
 
@@ -38,9 +39,9 @@ def steps(monkeypatch):
     return seen
 
 
-def both(dtype=torch.float32):
+def both(dtype=torch.float32, kind="llama"):
     """(with the body's forward, with the layers' alone)."""
-    model = made(dtype=dtype)
+    model = made(kind, dtype, **KINDS[kind])
     twin = copy.deepcopy(model)
     for each in (model, twin):
         assert layers.install(each)
@@ -81,24 +82,36 @@ def alike(first, second, **told):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_answers_and_caches_are_those_of_the_layers(dtype, steps):
-    model, twin = both(dtype)
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_and_caches_are_those_of_the_layers(kind, dtype, steps):
+    model, twin = both(dtype, kind)
+    tokens = TOKENS if kind == "llama" else 8
     for round in range(2):  # the first step of all is computed both ways
-        found, wanted = generated(model), generated(twin)
-        assert len(steps) == (round + 1) * (TOKENS - 1)
+        found, wanted = generated(model, tokens), generated(twin, tokens)
+        assert len(steps) == (round + 1) * (tokens - 1)
         assert torch.equal(found.sequences, wanted.sequences)
         assert all(map(torch.equal, found.logits, wanted.logits))
         assert equal_caches(getattr(found, CACHE), getattr(wanted, CACHE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_layers_with_the_attention_of_one_query(tmp_path, dtype, steps):
-    home = write_checkpoint(tmp_path, made(dtype=dtype), 32)
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_packed_layers_with_the_attention_of_one_query(tmp_path, kind, dtype, steps):
+    """Qwen2's have biases, which somebody may write into, in a call under inference mode first."""
+    home = write_checkpoint(tmp_path, made(kind, dtype), 32)
     model, twin = (awq.from_pretrained(home, dtype=dtype) for _ in range(2))
     assert layers.install(model) and layers.install(twin)
     del twin.model.__dict__["forward"]
-    found, wanted = generated(model, 5), generated(twin, 5)
+    with torch.inference_mode():
+        found, wanted = generated(model, 5), generated(twin, 5)
     assert len(steps) == 4 and all(map(torch.equal, found.logits, wanted.logits))
+    for each in (model, twin):
+        bias = each.model.layers[1].self_attn.v_proj.bias
+        if bias is not None:
+            bias.data.mul_(2)
+    before, found, wanted = found, generated(model, 5), generated(twin, 5)
+    assert len(steps) == 8 and all(map(torch.equal, found.logits, wanted.logits))
+    assert all(map(torch.equal, found.logits, before.logits)) is (kind == "llama")
 
 
 def _hook(model):
@@ -153,6 +166,22 @@ def test_what_is_changed_of_a_model_counts(change):
     for talk in talks:
         talk.cache.crop(-2)
     assert not torch.equal(talks[0].one(), before)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
+def test_windows_that_are_set_afterwards_count(kind, steps):
+    talks = [Talk(model) for model in both(kind=kind)]
+    assert alike(*talks) and alike(*talks)
+    steps.clear()
+    for whose in ("itself", "configuration"):
+        for talk in talks:
+            if whose == "itself" and kind != "mistral":
+                talk.model.model.layers[1].self_attn.sliding_window = 4
+            else:
+                talk.model.config.sliding_window = 4
+                talk.model.config.layer_types = ["full_attention", "sliding_attention"]
+                talk.model.model.has_sliding_layers = True
+        assert alike(*talks) and not steps
 
 
 def test_fewer_layers_than_there_are():
