@@ -95,7 +95,7 @@ class Calls:
         self._free: list[Structs] = []
 
     def biases(self, structs: Structs) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What structs of take() read as biases, and what that is a copy of, in another type."""
+        """What structs of take() read as biases, [outputs], and what that is a copy of, in another type."""
         return [(structs.wide[name], bias) for name, bias in self._narrow.items()]
 
     @property

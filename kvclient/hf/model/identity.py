@@ -69,17 +69,34 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     streams = streams_of(model)
     if streams is None:
         return _digest_tensors(named, panels)
-    moving = streams.moving()
-    if streams.digests is None:  # one pass over what lies on the disk; each load is verified since
-        read = []
-        for prefix, layer in streams.filled_layers():
-            with as_they_lie() as lying:
-                of_layer = layer.state_dict(prefix=f"{prefix}.", keep_vars=True)
-            read += _digest_rows([item for item in of_layer.items() if item[0] in moving], lying)
-        read += [[name, kind, shape, digest] for name, kind, shape, digest in streams.digested_tables()]
-        streams.digests = read
-    rows = _digest_rows([(name, tensor) for name, tensor in named if name not in moving], panels)
-    return hashlib.sha256(encode(sorted(rows + streams.digests))).digest()
+    moving = {(id(module), attribute) for module, attribute in streams.moving()}
+    if not streams.digests:  # one pass over what lies on the disk; each load is verified since
+        streams.digests = _digest_streamed(streams, moving)
+    keys = {name: key for name, key in _places(model).items() if key in moving}
+    rows = _digest_rows([(name, tensor) for name, tensor in named if name not in keys], panels)
+    rows += [[name, *streams.digests[key]] for name, key in keys.items()]
+    return hashlib.sha256(encode(sorted(rows))).digest()
+
+
+def _places(model: torch.nn.Module) -> dict[str, tuple[int, str]]:
+    """Of each parameter and buffer, by all its names: the id of its module, and its name there."""
+    return {
+        f"{name}.{attribute}" if name else attribute: (id(module), attribute)
+        for name, module in model.named_modules(remove_duplicate=False)
+        for attribute in (*module._parameters, *module._buffers)
+    }
+
+
+def _digest_streamed(streams: Any, moving: Set[tuple[int, str]]) -> dict[tuple[int, str], list[Any]]:
+    """Of each weight that is streamed, by its place: dtype, shape and SHA-256."""
+    found: dict[tuple[int, str], list[Any]] = {}
+    for layer in streams.filled_layers():
+        with as_they_lie() as lying:
+            state = layer.state_dict(keep_vars=True)
+        keys = _places(layer)
+        rows = _digest_rows([(name, held) for name, held in state.items() if keys.get(name) in moving], lying)
+        found |= {keys[name]: row for name, *row in rows}
+    return found | {(id(module), "weight"): row for module, *row in streams.digested_tables()}
 
 
 # ---------------------------------------------------------------- digests

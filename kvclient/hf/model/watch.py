@@ -43,7 +43,7 @@ class Watch:
         self._modes = Modes(model, modules)
         # A module that is exchanged shows in its parent's dict, so these dicts are all there is to look at.
         streams = streams_of(model)  # weights that come and go with each call are no change of the model
-        moving = {(id(m), key) for m, key in streams.moving().values()} if streams is not None else set()
+        moving = {(id(m), key) for m, key in streams.moving()} if streams is not None else set()
         moved = {number for number, _ in moving}
         held = [d for m in modules if id(m) not in moved for d in (m._parameters, m._buffers)]
         dicts = [*(m._modules for m in modules), *held]

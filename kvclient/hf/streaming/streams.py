@@ -11,7 +11,6 @@ import contextlib
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from kvclient.errors import InvalidArgument
 from kvclient.hf.layers.twins import Twins
 from kvclient.hf.streaming.files.index import Arrangement, Part, Table
-from kvclient.hf.streaming.frame import name_of
 from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import Piece, pages
 from kvclient.hf.streaming.placement.choice import Placement
@@ -30,7 +28,7 @@ from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, taking
 from kvclient.hf.streaming.scheduler import Mover
 from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.trace import Trace
-from kvclient.hf.streaming.weights.places import Place, Room, copies, kept, places, put, without
+from kvclient.hf.streaming.weights.places import Place, Room, check, copies, kept, places, put, without
 from kvclient.hf.streaming.weights.vocabulary import StreamedEmbedding, StreamedHead, digest, numbered
 
 ROLES = {"embedding": "input", "head": "output"}
@@ -56,9 +54,10 @@ class Streams:
         config: StreamingConfig, mover: Mover, came: Loading, trace: Trace | None,
     ) -> None:  # fmt: skip
         """came: has begun to read."""
-        self.plan, self._dtype, self._layers, self._prefix = chosen, model.dtype, layers, arranged.prefix
-        self._mover, self._model = mover, weakref.ref(model)
-        self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
+        self.plan, self._dtype = chosen, model.dtype
+        self._layers: list[Any] = list(layers)  # whatever is done to the model's list
+        self._mover = mover
+        self.digests: dict[tuple[int, str], Any] = {}  # of streamed weights, once somebody computed them
         self._holding = threading.local()
         self._users: dict[int, int] = {}
         self._lock, self._closed = threading.Lock(), False
@@ -71,23 +70,24 @@ class Streams:
         self._stay: dict[int, dict[str, Part]] = {}  # what is still to come of what stays
         self._keeping = threading.RLock()  # of that
         self._handles: dict[int, list[RemovableHandle]] = {}  # of hooks that wait for it
-        self._away: dict[int, list[Place]] = {}  # what stands for weights outside of their turn
+        self._away: dict[int, list[list[Place]]] = {}  # what stands for parts outside of their turn
+        self._yet: dict[tuple[int, str], list[Place]] = {}  # and for what is still to come
         twins = Twins(layers)
         for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
             if streamed := [parts[name] for name in PARTS if name in chosen.streamed[number]]:
                 self._streamed[number] = streamed
-                self._away[number] = self._without(layer, streamed)
-                put(self._away[number])
+                self._away[number] = [self._without(layer, part) for part in streamed]
             stays = {name: part for name, part in parts.items() if name not in chosen.streamed[number]}
             if stays:
                 self._stay[number] = stays
         self._tables = tables
+        self._vocabulary = {role: getattr(model, f"get_{ROLES[role]}_embeddings")() for role in tables}
         self.embedding = self._head = None
         if "embedding" in tables:
-            embedding = model.get_input_embeddings()
+            embedding = self._vocabulary["embedding"]
             self.embedding = StreamedEmbedding(embedding, tables["embedding"], mover, len(layers))
         if "head" in tables:
-            self._head = StreamedHead(model.get_output_embeddings(), tables["head"], len(layers))
+            self._head = StreamedHead(self._vocabulary["head"], tables["head"], len(layers))
         self.placement: Placement | None = None
         self._on_host: set[int] = set()  # layers whose weights point to the host's memory
         self._host_threads = config.host_threads
@@ -128,8 +128,13 @@ class Streams:
         with self._keeping, torch.inference_mode(False):
             left, layer = self._stay.get(number, {}), self._layers[number]
             for name, part in list(left.items()):
+                if (where := self._yet.get((number, name))) is None:
+                    where = list(without(layer, part, self._dtype))
+                else:
+                    check(where, part, self._dtype)
                 held = self._came.part(number, name)
-                put(places(layer, part, held, self._dtype, copied=self._in_place))
+                put(places(where, part, held, self._dtype, copied=self._in_place))
+                self._yet.pop((number, name), None)
                 del left[name]
             self._stay.pop(number, None)
             for handle in self._handles.pop(number, ()):
@@ -141,7 +146,8 @@ class Streams:
             self._head.follow(self.scheduler)
         for number, parts in self._stay.items():
             layer, keep = self._layers[number], functools.partial(self._keep, number)
-            put(self._without(layer, parts.values()))
+            for name, part in parts.items():
+                self._yet[number, name] = self._without(layer, part)
             for module in layer.modules():  # a part may be called by itself
                 handle = module.register_forward_pre_hook(lambda *_, keep=keep: keep())
                 self._handles.setdefault(number, []).append(handle)
@@ -210,52 +216,44 @@ class Streams:
         self._closed = True
         self._came.end(self._mover if self.scheduler is None else self.scheduler)
 
-    def moving(self) -> dict[str, tuple[torch.nn.Module, str]]:
-        """Of each weight that has memory only while its layer computes, by its name: module and attribute.
-        What stays is there from here on. Raises StreamingFailed.
+    def moving(self) -> list[tuple[torch.nn.Module, str]]:
+        """Module and attribute of each weight that has memory only while its layer computes. What stays is
+        there from here on. Raises StreamingFailed.
         """
         self.settle()
-        found = {}
-        for number, parts in self._streamed.items():
-            for stored in (stored for part in parts for stored in part.tensors):
-                owner, _, attribute = stored.name.rpartition(".")
-                module = self._layers[number].get_submodule(owner)
-                found[f"{self._prefix}.{number}.{stored.name}"] = module, attribute
-        model = self._model()
-        for role in self._tables if model is not None else ():
-            module = getattr(model, f"get_{ROLES[role]}_embeddings")()
-            found[f"{name_of(model, module)}.weight"] = module, "weight"
-        return found
+        places = [place for number in self._streamed for where in self._away[number] for place in where]
+        tables = [(module, "weight") for module in self._vocabulary.values()]
+        return [*((module, attribute) for module, attribute, _ in places), *tables]
 
-    def digested_tables(self) -> Iterator[tuple[str, str, list[int], bytes]]:
-        """Of each streamed matrix of the vocabulary its name, type, shape and the SHA-256 of its bytes."""
+    def digested_tables(self) -> Iterator[tuple[torch.nn.Module, str, list[int], bytes]]:
+        """Of each streamed matrix of the vocabulary its module, type, shape and the SHA-256 of its bytes."""
         digests: dict[str, bytes] = {}
         for role, table in self._tables.items():
-            module = getattr(self._model(), f"get_{ROLES[role]}_embeddings")()
             if table.name not in digests:
                 digests[table.name] = digest(table, self._mover, len(self._layers))
-            name = f"{name_of(self._model(), module)}.weight"
-            yield name, f"torch.{table.dtype}", list(table.shape), digests[table.name]
+            yield self._vocabulary[role], f"torch.{table.dtype}", list(table.shape), digests[table.name]
 
-    def filled_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Each streamed layer in turn, with its name and its weights, until the next is asked for."""
+    def filled_layers(self) -> Iterator[torch.nn.Module]:
+        """Each streamed layer in turn, with its weights, until the next is asked for."""
         for number in self._streamed:
             with self._looked_at(number, passing=True) as layer:
-                yield f"{self._prefix}.{number}", layer
+                yield layer
 
     def _before(self, number: int, passing: bool = True) -> Callable[..., None]:
         def before(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
             assert self.scheduler is not None
+            if layer is not self._layers[number]:
+                raise InvalidArgument("a copy of a streamed layer has no weights; load the model once more")
             self._give_back_what_was_left()
             if self.placement is not None and args:
                 rows = args[0].shape[:-1].numel()
-                if self.placement.enter(number, rows) and self._to_host(number, layer):
+                if self.placement.enter(number, rows) and self._to_host(number):
                     return
             with contextlib.ExitStack() as stack:
                 slot = stack.enter_context(self.scheduler.holding(number, passing))
                 with self._lock:
                     if not self._users.get(number):
-                        self._point(number, layer, self._parts_of(number, slot))
+                        self._point(number, self._parts_of(number, slot))
                     self._users[number] = self._users.get(number, 0) + 1
                 self._holds(number).append(
                     (stack.pop_all(), time.monotonic())
@@ -276,9 +274,10 @@ class Streams:
             while holds:
                 self._after(number, computed=False)(self._layers[number], (), None)
 
-    def _to_host(self, number: int, layer: torch.nn.Module) -> bool:
+    def _to_host(self, number: int) -> bool:
         """The layer is computed where its weights lie, by the host's threads. False: another thread computes
-        it out of a slot now, which only those who hold the slot may do. Raises StreamingFailed.
+        it out of a slot now, which only those who hold the slot may do. Raises StreamingFailed, and what
+        _point() does.
         """
         mover: Any = self._mover  # _place() has seen that it has lies()
         lies = [mover.lies(number, piece) for part in self._streamed[number] for piece in part.pieces]
@@ -287,8 +286,8 @@ class Streams:
             if users and number not in self._on_host:
                 return False
             if not users:
+                self._point(number, lies)
                 self._on_host.add(number)
-                self._point(number, layer, lies)
             self._users[number] = users + 1
         assert self.placement is not None and self._host_threads is not None
         self.placement.counted()
@@ -313,7 +312,7 @@ class Streams:
                 self._users[number] -= 1
                 if not self._users[number]:
                     self._on_host.discard(number)
-                    put(self._away[number])
+                    self._unpoint(number)
                     self._rooms.append(self._taken.pop(number))
             held.close()
 
@@ -325,17 +324,32 @@ class Streams:
             yield slot.memory[at : at + part.length]
             at += part.length
 
-    def _point(self, number: int, layer: torch.nn.Module, memories: Iterable[memoryview]) -> None:
-        """The layer's weights lie in these, a part in each; copies in a room until its last user leaves."""
+    def _point(self, number: int, memories: Iterable[memoryview]) -> None:
+        """The layer's weights lie in these, a part in each; copies in a room until its last user leaves.
+        Raises InvalidArgument for a weight that somebody has changed.
+        """
         if number not in self._taken:  # else an earlier call failed here
             self._taken[number] = self._rooms.pop() if self._rooms else self._new_room()
         room = self._taken[number]
         room.empty()
-        for part, memory in zip(self._streamed[number], memories, strict=True):
-            put(places(layer, part, memory, self._dtype, room=room))
+        parts = list(zip(self._away[number], self._streamed[number], memories, strict=True))
+        for where, part, _ in parts:
+            check(where, part, self._dtype)
+        try:
+            for where, part, memory in parts:
+                put(places(where, part, memory, self._dtype, room=room))
+        except BaseException:
+            self._unpoint(number)
+            raise
 
-    def _without(self, layer: torch.nn.Module, parts: Iterable[Part]) -> list[Place]:
-        return [place for part in parts for place in without(layer, part, self._dtype)]
+    def _unpoint(self, number: int) -> None:
+        put(place for where in self._away[number] for place in where)
+
+    def _without(self, layer: torch.nn.Module, part: Part) -> list[Place]:
+        """What stands for the part's weights from here on."""
+        found = list(without(layer, part, self._dtype))
+        put(found)
+        return found
 
     def _new_room(self) -> Room:
         return Room(pages(self._copied()))

@@ -152,6 +152,12 @@ class Moving:
         """Bytes of its parts."""
         return sum(part.length for part in self.parts)
 
+    def places(self) -> Iterator[tuple[torch.nn.Module, str]]:
+        """Of each of its tensors the module, and its name there."""
+        for stored in (stored for part in self.parts for stored in part.tensors):
+            owner, _, name = stored.name.rpartition(".")
+            yield self.module.get_submodule(owner), name
+
     def stretches(self, memory: torch.Tensor, at: int = 0) -> Iterator[tuple[Part, torch.Tensor]]:
         """Each part with its bytes; memory: uint8 [bytes], holds them from `at` on."""
         for part in self.parts:

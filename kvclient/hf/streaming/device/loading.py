@@ -82,7 +82,7 @@ def assemble(
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(runtime.device)
     mover = DeviceMover(image, runtime.memory, runtime) if moving else None
-    streams = DeviceStreams(prefix, moving, plan, config, mover, runtime)
+    streams = DeviceStreams(moving, plan, config, mover, runtime)
     if config.host_threads is not None and image is not None:
         try:
             placing.share(model.eval(), streams, image, config.host_threads, filling.words)

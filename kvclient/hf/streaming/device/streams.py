@@ -27,18 +27,20 @@ from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.residency import Plan, StreamingConfig
 from kvclient.hf.streaming.scheduler import Scheduler
 from kvclient.hf.streaming.slots import Slot
+from kvclient.hf.streaming.weights.places import changed
 
 
 class DeviceStreams:
     """moving: by number. mover: None, nothing is streamed."""
 
     def __init__(
-        self, prefix: str, moving: dict[int, Moving], plan: Plan, config: StreamingConfig,
+        self, moving: dict[int, Moving], plan: Plan, config: StreamingConfig,
         mover: DeviceMover | None, runtime: Runtime,
     ) -> None:  # fmt: skip
-        self.plan, self._prefix, self.layers = plan, prefix, moving
+        self.plan, self.layers = plan, moving
+        self._moving = [place for layer in moving.values() for place in layer.places()]
         self.mover, self.runtime = mover, runtime
-        self.digests: list[Any] | None = None  # of the streamed weights, once somebody has computed them
+        self.digests: dict[tuple[int, str], Any] = {}  # of streamed weights, once somebody computed them
         self.embedding = None  # none that is read row by row
         self.trace = None
         self.scheduler: Scheduler | None = None
@@ -69,24 +71,19 @@ class DeviceStreams:
             self.scheduler.close()
             self.runtime.settle()
 
-    def moving(self) -> dict[str, tuple[torch.nn.Module, str]]:
-        """Of each weight that has memory only while its layer computes, by its name: module and attribute."""
-        found = {}
-        for number, layer in self.layers.items():
-            for stored in (stored for part in layer.parts for stored in part.tensors):
-                owner, _, name = stored.name.rpartition(".")
-                found[f"{self._prefix}.{number}.{stored.name}"] = layer.module.get_submodule(owner), name
-        return found
+    def moving(self) -> list[tuple[torch.nn.Module, str]]:
+        """Module and attribute of each weight that has memory only while its layer computes."""
+        return self._moving
 
-    def digested_tables(self) -> Iterator[tuple[str, str, list[int], bytes]]:
+    def digested_tables(self) -> Iterator[tuple[torch.nn.Module, str, list[int], bytes]]:
         """Of the vocabulary nothing is streamed."""
         return iter(())
 
-    def filled_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Each streamed layer in turn, with its name and its weights, until the next is asked for."""
+    def filled_layers(self) -> Iterator[torch.nn.Module]:
+        """Each streamed layer in turn, with its weights, until the next is asked for."""
         for number in self.layers:
             with self.looked_at(number) as layer:
-                yield f"{self._prefix}.{number}", layer
+                yield layer
 
     @contextlib.contextmanager
     def looked_at(self, number: int) -> Iterator[torch.nn.Module]:
@@ -185,7 +182,9 @@ class DeviceStreams:
         slot = stack.enter_context(self.scheduler.holding(number))
         with self._lock:
             if not self._users.get(number):
-                put(self._values(number, slot))
+                values = self._values(number, slot)
+                self._check(number, values)
+                put(values)
             self._users[number] = self._users.get(number, 0) + 1
         stack.callback(self._leave, number)
 
@@ -211,6 +210,12 @@ class DeviceStreams:
         if key not in self._there:
             self._there[key] = self.layers[number].attributes(memory)
         return self._there[key]
+
+    def _check(self, number: int, values: list[tuple[Attribute, Any]]) -> None:
+        """Raises InvalidArgument for a weight that somebody has changed, which would be lost."""
+        for ((held, name), was), ((into, _), value) in zip(self._away[number], values, strict=True):
+            if held is not into or held.get(name) is not was or was.dtype != value.dtype:
+                raise changed(f"{name} of layer {number}", held.get(name), value.dtype)
 
     def _holds(self, number: int) -> list[contextlib.ExitStack]:
         """Of the calling thread: what is given back behind the layer."""

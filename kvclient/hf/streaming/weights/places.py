@@ -7,6 +7,7 @@ Invariant: what the plan counts as a copy is what places() copies.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,11 +18,15 @@ from kvclient.hf.awq.packing import mark_panels
 from kvclient.hf.streaming.files.index import ALIGNMENT, Part, Stored
 
 Place = tuple[torch.nn.Module, str, torch.Tensor]
+MOVES = ("to", "cpu")
+WRITES = re.compile(r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_")
+CHANGE_NOTHING = ("requires_grad_", "detach_")
 
 
 class Away(torch.Tensor):
     """A weight that has no memory now (torch's "meta"). Numbers that meet it are an error: torch itself would
-    multiply them by what lies in memory that it does not fill.
+    multiply them by what lies in memory that it does not fill. So is writing into it, which nobody would see.
+    It is on the CPU already for whoever moves a model there.
     """
 
     @classmethod
@@ -29,6 +34,13 @@ class Away(torch.Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in MOVES and isinstance(held := args[0], cls):
+            device, dtype = _moved(name, *args[1:], **kwargs)
+            if device is None or device.type in ("cpu", "meta"):
+                return held if dtype in (None, held.dtype) else held.type(dtype)
+        if WRITES.fullmatch(name) and name not in CHANGE_NOTHING:
+            raise InvalidArgument(f"{name} of a streamed weight; it is the checkpoint's at each call")
         if any(map(_is_there, (*args, *kwargs.values()))):
             raise InvalidArgument(
                 "a streamed weight has memory only while its layer, embedding or head is called: "
@@ -38,6 +50,11 @@ class Away(torch.Tensor):
 
     def __deepcopy__(self, _memo: Any) -> Away:
         return self  # nothing of it is anybody's
+
+
+def _moved(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Where to and to which type; None: as it is. Raises TypeError where it is told more."""
+    return (torch.device("cpu"), None) if name == "cpu" else torch._C._nn._parse_to(*args, **kwargs)[:2]
 
 
 def _is_there(value: Any) -> bool:
@@ -74,16 +91,36 @@ class Room:
 
 
 def places(
-    layer: torch.nn.Module, part: Part, memory: memoryview, dtype: torch.dtype, copied: bool = False,
+    where: Iterable[Place], part: Part, memory: memoryview, dtype: torch.dtype, copied: bool = False,
     room: Room | None = None,
 ) -> Iterator[Place]:  # fmt: skip
-    """Each of the part's tensors with its module and attribute. memory: the part's bytes. copied: all have
-    other memory, and what was read can go. room: where copies lie; None: wherever torch puts them.
+    """Each of the part's tensors for its module and attribute. where: of without(); memory: the part's bytes.
+    copied: all have other memory, and what was read can go. room: where copies lie; None: wherever torch puts
+    them.
     """
-    for stored in part.tensors:
-        owner, _, attribute = stored.name.rpartition(".")
+    for (module, attribute, _), stored in zip(where, part.tensors, strict=True):
         tensor = _tensor(stored, memory, dtype, copied, room)
-        yield layer.get_submodule(owner), attribute, mark_panels(tensor) if stored.panels else tensor
+        yield module, attribute, mark_panels(tensor) if stored.panels else tensor
+
+
+def check(where: Iterable[Place], part: Part, dtype: torch.dtype) -> None:
+    """Raises InvalidArgument for a place that has not what without() put there, as it was: somebody has
+    changed the weight, and that would be lost. dtype: what is computed in.
+    """
+    for (module, attribute, was), stored in zip(where, part.tensors, strict=True):
+        held = module._buffers.get(attribute, module._parameters.get(attribute))
+        kind = _kind(stored, dtype)
+        if held is not was or was.dtype != kind or was.shape != torch.Size(stored.shape):
+            raise changed(stored.name, held, kind)
+
+
+def changed(name: str, held: torch.Tensor | None, kind: torch.dtype) -> InvalidArgument:
+    """Of a streamed weight in whose place that is held now; kind: what it is computed in."""
+    now = "nothing" if held is None else f"{held.dtype}{list(held.shape)}"
+    return InvalidArgument(
+        f"{name} was changed, {now} is in its place; a streamed weight is the checkpoint's at each call, in "
+        f"{kind} by from_pretrained(dtype=)"
+    )
 
 
 def put(places: Iterable[Place]) -> None:
@@ -98,7 +135,9 @@ def put(places: Iterable[Place]) -> None:
 
 
 def without(layer: torch.nn.Module, part: Part, dtype: torch.dtype) -> Iterator[Place]:
-    """places() of the part's weights, of the types that they are computed in, while they have no memory."""
+    """The part's weights, of the types that they are computed in, while they have no memory, each with its
+    module and attribute.
+    """
     for stored in part.tensors:
         owner, _, attribute = stored.name.rpartition(".")
         module = layer.get_submodule(owner)

@@ -19,7 +19,7 @@ from kvclient.hf.awq.head import Head, multiply
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
 from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
 from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
-from kvclient.hf.streaming.weights.places import away
+from kvclient.hf.streaming.weights.places import Away, away, changed
 
 ROWS_BYTES = 32 << 20  # of an embedding, in memory at one time
 
@@ -30,6 +30,15 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = [*(type(value).__name__ for value in args), *kwargs]
         raise TypeError(f"called with {', '.join(names) or 'nothing'}; expected one input")
     return args[0] if args else kwargs["input"]
+
+
+def check(module: torch.nn.Module, table: Table) -> None:
+    """Raises InvalidArgument where the module's weight is not what stands for the table's: somebody has put
+    it there. (Embedding and head may have each other's, if they are tied.)
+    """
+    held, kind = module._parameters.get("weight"), getattr(torch, table.dtype)
+    if not isinstance(held, Away) or held.dtype != kind or held.shape != torch.Size(table.shape):
+        raise changed(table.name, held, kind)
 
 
 def empty(table: Table) -> Any:
@@ -61,6 +70,8 @@ class StreamedEmbedding:
             self._after()
         rows = input_of(args, kwargs).unique().tolist()
         with self._lock:
+            if not self._users:
+                check(self._module, self._table)
             if not self._users and len(self._there) * BLOCK_BYTES > ROWS_BYTES:
                 self._pages.madvise(mmap.MADV_DONTNEED)
                 self._there.clear()
@@ -122,8 +133,10 @@ class StreamedHead:
         held = self._inputs.__dict__.setdefault("stack", [])
         while held:  # as above
             self._after(module, (), None)
-        held.append(x)
         with self._lock:
+            if not self._users:
+                check(module, self._table)
+            held.append(x)
             self._users += 1
             module._parameters["weight"] = torch.nn.Parameter(self._nothing, requires_grad=False)
         return (x[..., :0],), {}
