@@ -51,6 +51,9 @@ class Away(torch.Tensor):
     def __deepcopy__(self, _memo: Any) -> Away:
         return self  # nothing of it is anybody's
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise InvalidArgument("a streamed weight is in the checkpoint alone: copy that, it is not written anew")
+
 
 def _moved(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Where to and to which type; None: as it is. Raises TypeError where it is told more."""

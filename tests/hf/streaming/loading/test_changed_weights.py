@@ -6,6 +6,7 @@ change is made to both.
 """
 
 import copy
+import io
 
 import pytest
 import torch
@@ -155,6 +156,11 @@ def test_modules_that_are_put_round_or_elsewhere_count(streamed, resident, chang
 def test_to_where_it_is_a_model_may_be_moved(streamed, resident):
     streamed.to("cpu").cpu().to(streamed.dtype).to(device="cpu", dtype=streamed.dtype).requires_grad_(False)
     assert torch.equal(logits(streamed), logits(resident))
+
+
+def test_a_file_without_weights_is_not_written(streamed):
+    with pytest.raises(InvalidArgument, match="copy that"):
+        torch.save(streamed.state_dict(), io.BytesIO())
 
 
 def test_a_copy_has_no_weights(streamed, resident):

@@ -1,6 +1,6 @@
 """Proves that an embedding and a head that are streamed are called as the stock modules are, by place or by
-name, and that a call that Ctrl-C ends leaves them nothing; and that files of two file systems are read one
-way.
+name, and that a call that Ctrl-C ends leaves them nothing, nor is a weight of somebody else's passed over;
+and that files of two file systems are read one way.
 
 Method: a tiny llama whose vocabulary does not fit its memory, beside the model in memory.
 """
@@ -64,6 +64,19 @@ def test_a_call_that_ctrl_c_ends_leaves_them_nothing(model):
         handle.remove()
         assert torch.equal(model(IDS).logits, want)
         assert module.weight.is_meta
+
+
+def test_a_weight_that_is_put_in_its_place_is_an_error(model):
+    """The next call would compute without it. Each other's they may have, as tie_weights() gives them."""
+    want, modules = model(IDS).logits, (model.get_input_embeddings(), model.get_output_embeddings())
+    for module in modules:
+        was, module.weight = module.weight, torch.nn.Parameter(torch.ones(20_000, 64), requires_grad=False)
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match="was changed"):
+                model(IDS)
+        module.weight = was
+    modules[1].weight = modules[0].weight
+    assert torch.equal(model(IDS).logits, want)
 
 
 def test_files_of_two_file_systems_are_read_one_way(tmp_path, monkeypatch):
