@@ -79,6 +79,8 @@ def prompt_of(asked: argparse.Namespace) -> tuple[Any, Any]:
         raise InvalidArgument(f"--draft {asked.draft}: neither `lookup` nor a directory with a config.json")
     if asked.trace is not None and not asked.trace.absolute().parent.is_dir():
         raise InvalidArgument(f"--trace {asked.trace}: {asked.trace.absolute().parent} is no directory")
+    if asked.trace is not None and asked.trace.is_dir():
+        raise InvalidArgument(f"--trace {asked.trace}: a directory, no file")
     tokenizer = transformers.AutoTokenizer.from_pretrained(home, local_files_only=True)
     inputs = tokenizer(asked.prompt, return_tensors="pt")
     if not inputs["input_ids"].numel():
@@ -171,6 +173,9 @@ def main() -> int:
     except (KVClientError, OSError, ValueError) as error:
         print(json.dumps({"error": str(error)}) if asked.json else f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as a shell says it
     if asked.json:
         print(json.dumps(found))
         return 0

@@ -140,6 +140,7 @@ def test_in_sixteen_bits_every_residency_has_the_same_bits(tmp_path, dtype, rows
         (["--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
         (["--draft", "nosuch"], "--draft nosuch: neither"),
         (["--trace", "/nosuch/trace.json"], "--trace /nosuch/trace.json: /nosuch is no directory"),
+        (["--trace", "/"], "--trace /: a directory"),
         (["--prompt", ""], "--prompt '' has no tokens; at least 1"),
     ],
 )
@@ -161,6 +162,16 @@ def test_what_the_command_is_told_wrongly_is_said_before_it_loads(
         assert ended.code == 2
     assert re.search(said, capsys.readouterr().err)
     assert sorted(path.name for path in home.iterdir()) == before
+
+
+def test_ctrl_c_ends_the_command_without_a_traceback(monkeypatch, capsys):
+    def run(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "run", run)
+    monkeypatch.setattr("sys.argv", ["it", "nowhere"])
+    assert __main__.main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_hub_id_and_a_model_of_another_kind(tmp_path, monkeypatch, capsys):

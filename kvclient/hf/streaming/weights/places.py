@@ -52,7 +52,7 @@ class Away(torch.Tensor):
         return self  # nothing of it is anybody's
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        raise InvalidArgument("a streamed weight is in the checkpoint alone: copy that, it is not written anew")
+        raise InvalidArgument("a streamed weight lies in the checkpoint: copy that, none is written anew")
 
 
 def _moved(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
