@@ -124,6 +124,19 @@ def test_every_residency_has_the_bits_of_the_whole_model(home, residency, runtim
     streams_of(model).close()
 
 
+def test_a_streamed_weight_that_is_changed_is_an_error(home, runtime, device):
+    """The next copy would have overwritten it; and taken back, all is as it was."""
+    model = opened(home)
+    want, norm = logits(model, device), model.model.layers[1].input_layernorm
+    was, norm.weight = norm.weight, torch.nn.Parameter(torch.ones_like(norm.weight, device=device))
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="weight of layer 1 was changed"):
+            logits(model, device)
+    norm.weight = was
+    assert torch.equal(logits(model, device), want)
+    streams_of(model).close()
+
+
 def test_generate_is_that_of_the_whole_model(home, runtime, device):
     stock, model = whole(home, device), opened(home)
     asked = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(PROMPT).to(device)}

@@ -106,8 +106,7 @@ def test_packed_layers_with_the_attention_of_one_query(tmp_path, kind, dtype, st
         found, wanted = generated(model, 5), generated(twin, 5)
     assert len(steps) == 4 and all(map(torch.equal, found.logits, wanted.logits))
     for each in (model, twin):
-        bias = each.model.layers[1].self_attn.v_proj.bias
-        if bias is not None:
+        if (bias := each.model.layers[1].self_attn.v_proj.bias) is not None:
             bias.data.mul_(2)
     before, found, wanted = found, generated(model, 5), generated(twin, 5)
     assert len(steps) == 8 and all(map(torch.equal, found.logits, wanted.logits))
@@ -130,7 +129,6 @@ def _epsilon(model):
 def _norm(model):
     model.model.norm = copy.deepcopy(model.model.norm)
     model.model.norm.weight.data *= 2
-
 
 
 def _swapped(model):
@@ -177,10 +175,9 @@ def test_windows_that_are_set_afterwards_count(kind, steps):
         for talk in talks:
             if whose == "itself" and kind != "mistral":
                 talk.model.model.layers[1].self_attn.sliding_window = 4
-            else:
-                talk.model.config.sliding_window = 4
-                talk.model.config.layer_types = ["full_attention", "sliding_attention"]
-                talk.model.model.has_sliding_layers = True
+                continue
+            types, talk.model.model.has_sliding_layers = ["full_attention", "sliding_attention"], True
+            talk.model.config.update({"sliding_window": 4, "layer_types": types})
         assert alike(*talks) and not steps
 
 

@@ -118,7 +118,7 @@ def check(where: Iterable[Place], part: Part, dtype: torch.dtype) -> None:
 
 
 def changed(name: str, held: torch.Tensor | None, kind: torch.dtype) -> InvalidArgument:
-    """Of a streamed weight in whose place that is held now; kind: what it is computed in."""
+    """Of a streamed weight, any shape, in whose place that is held now; kind: what it is computed in."""
     now = "nothing" if held is None else f"{held.dtype}{list(held.shape)}"
     return InvalidArgument(
         f"{name} was changed, {now} is in its place; a streamed weight is the checkpoint's at each call, in "
