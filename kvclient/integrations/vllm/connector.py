@@ -124,6 +124,12 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         return self._scheduler.step(scheduler_output)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What a step that was sent off gives a request that is preempted meanwhile is dropped: it may stand
+        on a load of which nobody has heard."""
+        return True
+
     def update_connector_output(self, connector_output: Any) -> None:
         if failed := connector_output.invalid_block_ids:
             self._compute_again(failed, self._scheduler.spoilt(failed))

@@ -50,6 +50,10 @@ def test_what_stands_on_a_failed_load_is_not_saved(daemon, tiny_model, scene):
     run_scene(kvstored, [module, str(kvstored.dir), tiny_model(0)], 600.0)
 
 
+def test_what_would_be_wrong_is_refused(tiny_model):
+    run_scene(None, ["tests.engines.vllm.steps.vllm_refusals_scene", tiny_model(0)], 600.0)
+
+
 @pytest.mark.parametrize("way", ["connector", "spec"])
 def test_a_router_hears_of_hashes_and_no_more(daemon, tiny_model, tmp_path, way):
     kvstored = daemon()

@@ -19,9 +19,8 @@ import msgspec
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm import SamplingParams
-from vllm.config import KVEventsConfig, KVTransferConfig, MultiModalConfig
+from vllm.config import KVEventsConfig, MultiModalConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -34,15 +33,12 @@ from vllm.v1.request import Request
 import kvclient
 from kvclient.integrations.checkpoint import checkpoint_digest
 from kvclient.integrations.health import Health
-from kvclient.integrations.vllm.connector import KvstoredConnector
 from kvclient.integrations.vllm.events import checked_endpoints
 from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
 from kvclient.integrations.vllm.identity import weights_digest
 from kvclient.integrations.vllm.scheduling import Scheduling
 from tests.engines.vllm.vllm_identities import (
     TOKENS,
-    cache_of,
-    config_of,
     copy_of_model,
     identity_of,
     long_positions,
@@ -312,28 +308,6 @@ def refused(call, word):
         raise AssertionError(f"not refused: {word}")
 
 
-def what_the_connector_cannot_keep_right_is_refused():
-    transfer = KVTransferConfig(
-        kv_connector="KvstoredConnector", kv_connector_module_path="kvclient.integrations.vllm",
-        kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config={"dir": DIRECTORY},
-    )  # fmt: skip
-    ranks = config_of(MODEL, split={"decode_context_parallel_size": 2}, kv_transfer_config=transfer)
-    halves = config_of(MODEL, split={"enable_dbo": True}, kv_transfer_config=transfer)
-    cache = cache_of()
-    cache.hash_block_size = 2 * TOKENS  # as vLLM has it with several ranks
-    for role in KVConnectorRole:
-        refused(lambda role=role: KvstoredConnector(ranks, role, cache), "spread over 2 ranks")
-        refused(lambda role=role: KvstoredConnector(halves, role, cache_of()), "2 microbatches")
-
-
-def media_that_vllm_names_by_counting_them_are_refused():
-    """Without caches of its own vLLM digests none: an engine's first picture is called as another's first."""
-    counted = {"multimodal_config": MultiModalConfig(mm_processor_cache_gb=0)}
-    identity(fields=counted)
-    refused(lambda: identity(fields=counted, enable_prefix_caching=False), "mm_processor_cache_gb")
-    identity(fields={"multimodal_config": MultiModalConfig()}, enable_prefix_caching=False)
-
-
 def a_store_that_refuses_is_an_empty_one():
     """As one that was started anew without this namespace, or for other users."""
     scheduling, asked = half(identity(extra={"model_version": "refused"}), events=True), request()
@@ -390,8 +364,6 @@ for scene in (
     what_was_forgotten_is_neither_found_nor_saved_for_others,
     an_adapters_content_is_part_of_the_key,
     events_tell_hashes_of_what_is_there,
-    what_the_connector_cannot_keep_right_is_refused,
-    media_that_vllm_names_by_counting_them_are_refused,
     a_store_that_refuses_is_an_empty_one,
     the_gauge_says_whether_the_store_is_there,
 ):

@@ -26,6 +26,7 @@ from tests.engines.vllm.steps.vllm_halves import (
     Engine,
     Rank,
     client,
+    put,
     request,
     saved,
     states,
@@ -89,6 +90,16 @@ def hashes_that_vllm_takes_back_name_nothing():
     fresh = request([*PROMPT[: 3 * TOKENS - 1], 499])
     engine.new(fresh, 3 * TOKENS)
     assert engine.keys(asked) == engine.keys(fresh) != before
+
+
+def a_request_that_wants_its_prompts_logprobs_loads_nothing():
+    """It is computed whole, and stored for the others."""
+    identity = os.urandom(32)
+    engine, asked = Engine(identity), request(PROMPT[: TOKENS + 8], prompt_logprobs=1)
+    put(engine.half._of(request(PROMPT)).keys.between(0, 1))
+    found, step = engine.new(asked, TOKENS + 8)
+    assert (found, step.loads, saved(step)) == (0, [], [0])
+    assert engine.half.matched(request(PROMPT), 0) == TOKENS
 
 
 def what_the_daemon_asks_back_during_a_load_is_computed():
@@ -200,6 +211,7 @@ for scene in (
     partial(a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved, early=True),
     tensors_whose_rows_are_no_blocks_are_refused,
     hashes_that_vllm_takes_back_name_nothing,
+    a_request_that_wants_its_prompts_logprobs_loads_nothing,
     what_the_daemon_asks_back_during_a_load_is_computed,
     what_was_brought_is_not_kept_for_ever,
     tokens_that_are_known_late_are_saved_late,

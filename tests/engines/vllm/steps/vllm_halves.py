@@ -32,10 +32,10 @@ HASHER = get_request_block_hasher(TOKENS, sha256)
 client = kvclient.connect(sys.argv[1], on_error="miss", timeout_s=5.0)
 
 
-def request(prompt):
+def request(prompt, **sampling):
     return Request(
-        request_id=str(next(NUMBERS)), prompt_token_ids=prompt, sampling_params=SamplingParams(max_tokens=9),
-        pooling_params=None, block_hasher=HASHER,
+        request_id=str(next(NUMBERS)), prompt_token_ids=prompt, pooling_params=None, block_hasher=HASHER,
+        sampling_params=SamplingParams(max_tokens=9, **sampling),
     )  # fmt: skip
 
 

@@ -26,15 +26,15 @@ FULL = 3  # blocks of PROMPT that are in the store
 class Vllm:
     """A scheduler of vLLM's, with a connector."""
 
-    def __init__(self, kind):
+    def __init__(self, kind, role="kv_both", blocks=64):
         transfer = KVTransferConfig(
             kv_connector="KvstoredConnector", kv_connector_module_path="kvclient.integrations.vllm",
-            kv_role="kv_both", kv_load_failure_policy="recompute",
+            kv_role=role, kv_load_failure_policy="recompute",
             kv_connector_extra_config={"dir": DIRECTORY, "weights_digest": kind.__name__, "timeout_s": 30.0},
         )  # fmt: skip
         config = config_of(MODEL, kv_transfer_config=transfer, block_size=TOKENS, max_num_batched_tokens=4096)
-        config.cache_config.num_gpu_blocks = 64
-        self.scheduler = kind(config, cache_of(blocks=64), Mock(), block_size=TOKENS)
+        config.cache_config.num_gpu_blocks = blocks
+        self.scheduler = kind(config, cache_of(blocks=blocks), Mock(), block_size=TOKENS)
         self.half = self.scheduler.connector._scheduling
 
     def add(self, *requests):
@@ -83,6 +83,20 @@ def a_step_sent_ahead_of_a_failed_load_delivers_nothing():
     assert list(asked.output_token_ids) == [9, 10]
 
 
+def a_request_that_is_preempted_before_its_load_has_failed_delivers_nothing():
+    """Of an engine that only loads, too: of one that saves vLLM drops what comes behind a preemption."""
+    older, asked = request([5] * 2 * TOKENS), request(PROMPT[: FULL * TOKENS + 8])
+    vllm = Vllm(AsyncScheduler, "kv_consumer", blocks=1 + 2 + FULL + 1)  # and vLLM's null block
+    vllm.add(older, asked)
+    vllm.store(asked, FULL)
+    first = vllm.schedule()
+    assert len(loaded(first)) == FULL
+    ahead = vllm.schedule()
+    assert ahead.num_scheduled_tokens == {older.request_id: 1} and asked.status == RequestStatus.PREEMPTED
+    vllm.ran(first, {older.request_id: 7, asked.request_id: 8}, failed=loaded(first)[:1])
+    assert (list(older.output_token_ids), list(asked.output_token_ids)) == ([7], [])
+
+
 def who_shares_blocks_that_did_not_come_computes_them_too():
     """vLLM sets back the first alone, which may be given up before it has computed them."""
     vllm = Vllm(Scheduler)
@@ -103,6 +117,7 @@ def who_shares_blocks_that_did_not_come_computes_them_too():
 
 for scene in (
     a_step_sent_ahead_of_a_failed_load_delivers_nothing,
+    a_request_that_is_preempted_before_its_load_has_failed_delivers_nothing,
     who_shares_blocks_that_did_not_come_computes_them_too,
 ):
     scene()
