@@ -9,6 +9,7 @@ reset of vLLM's cache nothing of before is found, and nothing is stored of a req
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 import kvclient
+from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
@@ -70,7 +72,8 @@ class _NoPressure(BackpressureDetector):
 
 
 class KvstoredTier(SecondaryTierManager):
-    """See docs/engines.md. vLLM calls it from the scheduler's thread."""
+    """See docs/engines.md. vLLM calls it from the scheduler's thread. Raises InvalidArgument at the start for
+    what it cannot keep apart, and where a row does not come back."""
 
     medium: ClassVar[Medium] = Medium.CPU
 
@@ -107,6 +110,20 @@ class KvstoredTier(SecondaryTierManager):
         self._resets = Resets()
         if options["enable_kv_events"] and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
+        self._try_one_row()
+
+    def _try_one_row(self) -> None:
+        """Stores, finds, loads and compares the last row, which nobody uses yet."""
+        row, key = self._rows[-1], [os.urandom(32)]
+        before, noise = row.copy(), np.frombuffer(os.urandom(row.nbytes), np.uint8)
+        row[:] = noise
+        stored = self._pages.put(key, self._layout_id, [[row]])[0]
+        row[:] = 0
+        same = self._pages.get(key, [[row]])[0] and np.array_equal(row, noise)
+        self._pages.delete(key)
+        row[:] = before
+        if self._health.at_start() and not (stored and same):
+            raise InvalidArgument("self-test: a row of vLLM's memory that was stored did not come back")
 
     # ---------------------------------------------------------------- vLLM's resets
 

@@ -6,10 +6,12 @@ What only the test can do is asked for by a line NEED … and answered by one. W
 stores job after job until it is killed.
 """
 
+import logging
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -29,6 +31,8 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+
+from kvclient.integrations.pages import Pages
 
 DIRECTORY, ROWS, ROW = sys.argv[1], 8, 3000
 FILLED = 1000  # the first block of the process that is killed
@@ -137,6 +141,21 @@ def behind_a_reset_it_begins_anew():
     storage.shutdown()
 
 
+def what_is_wrong_at_the_start_is_told():
+    with patch.object(Pages, "_copy_out", lambda *_: set()):
+        try:
+            tier()
+        except ValueError as error:
+            assert "self-test" in str(error), error
+        else:
+            raise AssertionError("a row that does not come back was taken")
+    log = logging.getLogger("vllm.kvstored")
+    with patch.object(log, "warning") as warning:
+        tier(dir="/nowhere/at/all")[0].shutdown()
+    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    assert any("at the start" in line and "/nowhere/at/all" in line for line in said), said
+
+
 def primary(memory):
     """Of vLLM's first tier what its manager asks for when nothing is in it."""
     return SimpleNamespace(
@@ -147,7 +166,9 @@ def primary(memory):
 if sys.argv[2:] == ["fill"]:
     fill()
 
+what_is_wrong_at_the_start_is_told()
 storage, memory = tier(enable_kv_events=True)
+assert not memory.any(), "it leaves the memory as it was"
 other, target = tier()
 memory[:] = np.random.default_rng(1).integers(-128, 128, memory.shape)
 names = keys(0, 6)
