@@ -15,6 +15,7 @@ from typing import Any
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 import kvclient
+from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
 from kvclient.integrations.lmcache.naming import Identities, shared_keys
 from kvclient.integrations.objects import TAG_BYTES, Object, Objects
@@ -40,6 +41,11 @@ class KvstoredRemoteConnector(RemoteConnector):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any) -> None:
         super().__init__(config, local_cpu_backend.metadata)
+        if config.use_layerwise:
+            raise InvalidArgument(
+                "use_layerwise: LMCache tells a remote backend the shape of a whole chunk only, in which a "
+                "layer's would come back; leave it off"
+            )
         chosen = {
             name.removeprefix(PREFIX): value
             for name, value in (config.extra_config or {}).items()

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
+from lmcache.utils import CacheEngineKey
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.platform import consume_fd
 
 import kvclient
@@ -216,6 +218,43 @@ def given_up():
     assert back.wait(60)
     connector._pool.shutdown()
     assert asyncio.run(connected_get()) == "memory"
+
+
+def chunks():
+    """Of the older way: whole ones, and the last, which is shorter; a layer's own are refused, because
+    LMCache tells a remote backend the shape of all layers."""
+    prefix, heads, tokens = "remote_storage_plugin.kvstored.", 8, 16
+    metadata = LMCacheMetadata(
+        model_name="org/model", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
+        kv_dtype=torch.float32, kv_shape=(3, 2, tokens, 1, heads), chunk_size=tokens,
+    )  # fmt: skip
+    extra = {prefix + "dir": DIRECTORY, prefix + "model_identity": "m1", prefix + "timeout_s": 30}
+
+    def memory(shape):
+        flat = piece(0.0, shape.numel())
+        flat.meta.shape = shape
+        return flat
+
+    backend = SimpleNamespace(metadata=metadata, allocate=lambda shapes, dtypes, fmt: memory(shapes[0]))
+    try:
+        KvstoredRemoteConnector(None, backend, SimpleNamespace(use_layerwise=True, extra_config=extra))
+    except kvclient.InvalidArgument as error:
+        assert "use_layerwise" in str(error), error
+    else:
+        raise AssertionError("a layer's chunks were taken")
+    config = SimpleNamespace(use_layerwise=False, extra_config=extra)
+    first, second = (KvstoredRemoteConnector(None, backend, config) for _ in range(2))
+    for count in (tokens, 1, tokens - 1):
+        name = CacheEngineKey("org/model", 1, 0, count, torch.float32)
+        shape = torch.Size([2, 3, count, heads])
+        chunk = memory(shape)
+        chunk.raw_data.copy_(torch.rand(shape.numel()))
+        assert asyncio.run(second.get(name)) is None
+        asyncio.run(first.put(name, chunk))
+        found = asyncio.run(second.get(name))
+        assert found.meta.shape == shape and bytes(found.byte_array) == bytes(chunk.byte_array), count
+    for connector in (first, second):
+        asyncio.run(connector.close())
 
 
 async def connected_get():
