@@ -56,6 +56,7 @@ class InMemoryClient:
 
     attached = property(lambda self: not self._closed.is_set(), doc="Whether it was not closed.")
     degraded = False
+    why_degraded = ""
     salt = b""  # of the namespace; a test may set another
 
     def another(self, max_pins: int | None = None) -> InMemoryClient:
