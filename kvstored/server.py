@@ -39,6 +39,7 @@ from kvstored.rpc.leases import Leases
 from kvstored.rpc.reflection import LazyReflection
 from kvstored.rpc.servers import Servers
 from kvstored.telemetry.events import Event, Events
+from kvstored.telemetry.histogram import Histogram
 from kvstored.telemetry.metrics_server import MetricsServer
 from kvstored.telemetry.prometheus import Figures, render
 from kvstored.tiers.disk import Tiers
@@ -376,9 +377,9 @@ class Daemon:
                 stores=await self._all_figures(),
                 process=process,
                 calls=self._counts.by_status,
-                call_seconds={name: (calls.counts, calls.sum_s) for name, calls in self._counts.took.items()},
+                call_seconds=self._counts.took,
                 session_seconds={
-                    (took.namespace, took.operation): (took.counts, took.sum_s)
+                    (took.namespace, took.operation): Histogram(took.counts, took.sum_s)
                     for took in self._sessions.latencies()
                 },
                 disk_seconds=self._tiers.latencies(),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstored.config.units import approximate_size, format_duration
-from kvstored.telemetry.prometheus import PIN_OWNERS
+from kvstored.telemetry.metrics import PIN_OWNERS
 
 
 def as_json(value: Any) -> str:

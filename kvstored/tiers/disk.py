@@ -17,6 +17,7 @@ from typing import Any
 from kvstored import _core, log
 from kvstored.config.config import Config
 from kvstored.errors import StartupError, StoreError
+from kvstored.telemetry.histogram import Histogram
 from kvstored.telemetry.problems import Degraded
 from kvstored.tiers.disk_directories import Directories, left_over
 
@@ -198,10 +199,10 @@ class Tiers:
         count, size_bytes = await self._tiers[namespace].directories.aside()
         return {"disk_aside_files": count, "disk_aside_bytes": size_bytes}
 
-    def latencies(self) -> dict[tuple[str, str], tuple[list[int], float]]:
-        """(namespace, "load" or "write") -> counts per bucket, sum in seconds."""
+    def latencies(self) -> dict[tuple[str, str], Histogram]:
+        """By (namespace, "load" or "write")."""
         return {
-            (name, took.operation): (took.counts, took.sum_s)
+            (name, took.operation): Histogram(took.counts, took.sum_s)
             for name, tier in self._tiers.items()
             for took in tier.native.latencies()
         }

@@ -20,7 +20,6 @@ import pytest
 from kvstored.config.config import Config
 from kvstored.config.namespaces import Namespace
 from kvstored.process import limits
-from kvstored.telemetry import prometheus
 from kvstored.telemetry.problems import STATES
 from tests.daemon.grpc_calls import CALL_S, Calls
 
@@ -45,8 +44,7 @@ def scraped(daemon, tmp_path):
     salt.chmod(0o600)
     args = ["--metrics-port", str(port), "--node", "a", "--listen", "127.0.0.1:0", "--peer", "b=127.0.0.1:9"]
     args += ["--namespaces", f"default:salt=file:{salt}:share=read"]
-    if prometheus.DISK_METRICS:
-        args += ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"]
+    args += ["--disk", str(tmp_path / "disk"), "--disk-quota", "64MiB"]
     (shared := tmp_path / "shared").mkdir(mode=0o700)
     args += ["--disk-shared", str(shared), "--cluster", "etcd://127.0.0.1:9", "--cluster-memory", "16MiB"]
     kvstored = daemon("64MiB", args)
