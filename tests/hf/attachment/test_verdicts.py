@@ -6,6 +6,7 @@ test's own.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -103,9 +104,20 @@ def test_a_refusal_is_not_kept(client, verdicts, monkeypatch):
     kvclient.hf.attach(model, client, block_tokens=8, in_place=False).detach()
 
 
+def without_a_home(patch):
+    """As in a container, under a number that no user has."""
+    for name in (verdicts.PLACE, "KVCLIENT_CALIBRATION_DIR", "XDG_CACHE_HOME", "HOME"):
+        patch.delenv(name, raising=False)
+    patch.setattr(os, "getuid", lambda: 54321)
+
+
+CLOSED = [lambda patch: patch.setenv(verdicts.PLACE, "/proc/kvstored-test"), without_a_home]
+
+
 @pytest.mark.usefixtures("verdicts")
-def test_where_nothing_can_be_kept_it_is_proven_again(client, monkeypatch):
-    monkeypatch.setenv(verdicts.PLACE, "/proc/kvstored-test")
+@pytest.mark.parametrize("close", CLOSED)
+def test_where_nothing_can_be_kept_it_is_proven_again(client, monkeypatch, close):
+    close(monkeypatch)
     model = build("llama", layers=2)
     for _ in range(2):
         kvclient.hf.attach(model, client, block_tokens=8).detach()

@@ -127,8 +127,9 @@ def directory() -> Path:
     """$KVCLIENT_CALIBRATION_DIR, else kvstored/calibration in $XDG_CACHE_HOME or ~/.cache."""
     if chosen := os.environ.get("KVCLIENT_CALIBRATION_DIR"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvstored" / "calibration"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    homeless = base.startswith("~")  # a user of whom nothing is known, as in a container: nothing is kept
+    return Path(os.devnull if homeless else base) / "kvstored" / "calibration"
 
 
 def load(identity: bytes) -> Findings:
