@@ -7,9 +7,11 @@ and the checksum it was written with, and its time is not over; or it is deleted
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import stat
 import time
 import warnings
 import zlib
@@ -22,10 +24,11 @@ from kvclient.errors import NoSpace
 from kvclient.testing.in_memory import InMemoryClient
 from kvclient.testing.in_memory_store import DISK, MISSING, InMemoryStore, Pin, Record, Session
 
-VERSION = 1
+VERSION = 2
 SUFFIX = ".kv"
 HEAD_BYTES = 8192  # of a file, at most, before its block
 MEMORY_BYTES, DISK_BYTES = 1 << 30, 8 << 30
+LEFT_OVER_S = 3600.0  # what is not written whole by then never will be
 
 
 class InProcessStore(InMemoryStore):
@@ -39,9 +42,7 @@ class InProcessStore(InMemoryStore):
         self.counts.update(disk_loaded=0, disk_written=0)
         if disk_dir is not None:
             disk_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for path in sorted(disk_dir.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime_ns):
-                if len(path.stem) == 64:
-                    self._files[bytes.fromhex(path.stem)] = path.stat().st_size
+            self._files.update(_listed(disk_dir))
 
     # ---------------------------------------------------------------- what the rules ask
 
@@ -95,7 +96,8 @@ class InProcessStore(InMemoryStore):
         body = self.readable[record.offset : record.offset + record.length].tobytes()
         fingerprint, parent = record.trace
         head = {
-            "version": VERSION, "layout": self.layouts[record.layout_id][0].hex(), "tokens": record.tokens,
+            "version": VERSION, "key": record.key.hex(),
+            "layout": self.layouts[record.layout_id][0].hex(), "tokens": record.tokens,
             "base": record.base_position, "priority": record.priority, "fingerprint": fingerprint,
             "parent": parent.hex() if parent else None, "length": len(body),
             "expires": None if math.isinf(left_s) else time.time() + left_s,
@@ -144,13 +146,28 @@ class InProcessStore(InMemoryStore):
             head = json.loads(file.readline(HEAD_BYTES))
             body = file.read(self.capacity_bytes + 1)
         crc = head.pop("crc")
-        if head["version"] != VERSION or head["length"] != len(body) or crc != _crc(head, body):
+        told = (head["version"], head["key"], head["length"])
+        if told != (VERSION, key.hex(), len(body)) or crc != _crc(head, body):
             raise ValueError("not as it was written")
         return head, body
 
     def _forget(self, key: bytes) -> None:
         if self._files.pop(key, None) is not None:
             self._path(key).unlink(missing_ok=True)
+
+
+def _listed(place: Path) -> list[tuple[bytes, int]]:
+    """Keys and bytes of the blocks that lie there, the one written longest ago first. Removes what a process
+    that was killed left half written; another may add and take away meanwhile."""
+    found = []
+    for path in place.iterdir():
+        with contextlib.suppress(OSError, ValueError):  # gone again; nobody's key
+            about = path.lstat()
+            if path.suffix == ".tmp" and len(path.name) > 64 and time.time() - about.st_mtime > LEFT_OVER_S:
+                path.unlink()
+            elif path.suffix == SUFFIX and len(path.stem) == 64 and stat.S_ISREG(about.st_mode):
+                found.append((about.st_mtime_ns, bytes.fromhex(path.stem), about.st_size))
+    return [(key, size) for _, key, size in sorted(found)]
 
 
 def _crc(head: dict[str, Any], body: bytes) -> int:

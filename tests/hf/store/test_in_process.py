@@ -101,6 +101,30 @@ def test_a_damaged_file_is_a_miss_and_goes(loaded, tmp_path, what):
         assert reused(engine, TEXTS[0]) > 100
 
 
+def test_what_is_no_block_of_that_name_is_no_block(loaded, tmp_path):
+    """A block under another's name is a miss; other files are left alone, but for what was left half written.
+    """
+    with engine_of(loaded, disk_dir=tmp_path) as engine:
+        said = [engine.generate(text, 1).tokens for text in TEXTS[:2]]
+    files = sorted(tmp_path.glob("*.kv"))
+    bodies = [file.read_bytes() for file in files]
+    for file, body in zip(files, bodies[1:] + bodies[:1], strict=True):
+        file.write_bytes(body)
+    alone = [tmp_path / f"{'z' * 64}.kv", tmp_path / f"{'a' * 64}.kv", tmp_path / "notes.tmp"]
+    alone[0].touch()
+    alone[1].mkdir()
+    left, new = tmp_path / f"{'b' * 64}.7.tmp", tmp_path / f"{'c' * 64}.7.tmp"
+    for path in (left, new, alone[2]):
+        path.touch()
+    for path in (left, alone[2]):
+        os.utime(path, (1, 1))
+    with engine_of(loaded, disk_dir=tmp_path) as engine:
+        found = [engine.generate(text, 1) for text in TEXTS[:2]]
+    assert [each.tokens for each in found] == said
+    assert not any(each.report.reused_tokens for each in found)
+    assert not left.exists() and all(path.exists() for path in (*alone, new))
+
+
 def test_the_budget_of_the_disk_holds(loaded, tmp_path, monkeypatch):
     with engine_of(loaded, disk_dir=tmp_path, disk_bytes=1 << 20) as engine:
         monkeypatch.setattr(engine.kv.client.store, "_disk_bytes", 200_000)
