@@ -82,6 +82,11 @@ def connect(
     from kvclient import _core  # not at import: the fake and the layouts need nothing native
 
     path = str((default_directory() if dir is None else Path(os.path.expanduser(dir))) / SOCKET_NAME)
+    for said in (path, namespace):  # the native part takes nothing else
+        try:
+            said.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"{said!r} is no UTF-8, which every path and name must be") from None
 
     def attach() -> Any:
         deadline_ms = 0 if pin_deadline_s is None else round(pin_deadline_s * 1000)

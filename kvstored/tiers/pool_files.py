@@ -205,7 +205,7 @@ def mark_of(directory: str) -> str:
         found = os.stat(home)
     except OSError:
         return ""
-    return hashlib.sha256(f"{home}\0{found.st_dev}\0{found.st_ino}".encode()).hexdigest()[:8]
+    return hashlib.sha256(os.fsencode(f"{home}\0{found.st_dev}\0{found.st_ino}")).hexdigest()[:8]
 
 
 def is_path(text: str) -> bool:

@@ -346,6 +346,9 @@ def test_connect_checks_its_arguments(tmp_path):
     ):  # fmt: skip
         with pytest.raises(InvalidArgument):
             kvclient.connect(dir=tmp_path, **wrong)
+    for wrong in ({"dir": f"{tmp_path}/\udce4"}, {"dir": tmp_path, "namespace": "\udce4"}):
+        with pytest.raises(InvalidArgument, match="no UTF-8"):  # as Python reads such bytes of a path
+            kvclient.connect(**wrong)
 
 
 def test_a_directory_may_be_named_as_a_shell_does(tmp_path, monkeypatch):

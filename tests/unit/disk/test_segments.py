@@ -7,6 +7,7 @@ the same directory: it either adopts a pool whole or makes a new one, and remove
 import dataclasses
 import json
 import os
+import re
 import resource
 import subprocess
 from pathlib import Path
@@ -254,6 +255,13 @@ def test_the_first_pool_that_could_not_be_made_leaves_nothing(world):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     mark = pool_files.mark_of(str(world.state.parent))
     assert not list(Path(SHM_DIR).glob(f"kvstored-{mark}*")) and not world.state.exists()
+
+
+def test_a_directory_of_any_bytes_has_a_mark(tmp_path):
+    """As Python reads one that is no UTF-8, or one that is where the locale knows ASCII alone."""
+    assert pool_files.mark_of(str(tmp_path / "d\udce4")) == ""
+    (tmp_path / "d\udce4").mkdir()
+    assert re.fullmatch("[0-9a-f]{8}", pool_files.mark_of(str(tmp_path / "d\udce4")))
 
 
 def test_what_the_machine_can_give_now_counts_and_not_what_it_has(world, monkeypatch):
