@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from kvclient.blocks.codec import Kivi
-from kvclient.blocks.identity import salted
+from kvclient.blocks.identity import salted, without_denied
 from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.kernel_install import Adopted
+from kvclient.hf.attention.handle import forget_pending
 from kvclient.hf.connector.block_format import BlockFormat
-from kvclient.hf.model.identity import read_dimensions
-from kvclient.hf.model.structure import DTYPE_NAMES, KVShape, check_structure
+from kvclient.hf.model.identity import plain, read_dimensions
+from kvclient.hf.model.states import goes_on
+from kvclient.hf.model.structure import DTYPE_NAMES, KVShape, Refused, check_structure
 from kvclient.hf.model.watch import Watch
 from kvclient.hf.request.request import Options
 from kvclient.hf.request.served_model import ServedModel, ServedModels
@@ -49,14 +51,19 @@ class ModelState:
         self._wanted, self._lock = wanted, threading.Lock()
         self.refusal: str | None = None
         self._salted: tuple[ServedModels | None, OrderedDict[bytes, ServedModels]] = (None, OrderedDict())
+        self._kind = ""  # what was last examined, but for its weights
         self.examine(model, Watch(model))
 
     def examine(self, model: torch.nn.Module, watch: Watch) -> None:
-        """Raises Refused, and knows what it knew before."""
+        """Tries one anew of which more than the weights has changed. Raises Refused, and knows what it knew
+        before."""
         kv = check_structure(model)
         if self._declined(model, kv):
             watch = Watch(model)  # of the attention that it has again
         watch.settle()
+        kind = self._kind_of(model, watch)
+        if self._kind and kind != self._kind:
+            self._try(model, kv)
         in_place = self.adopted.in_place(model)
         pool = self.adopted.pool(kv, model.device) if in_place else None
         form, namespace_salt = BlockFormat.main(kv, self.codec), self._client.salt or b""
@@ -75,7 +82,7 @@ class ModelState:
         self.options = dataclasses.replace(self.options, in_place=in_place, pool=pool)
         self.kv, self._namespace_salt = kv, namespace_salt
         self.served_models, self.served = served_models, served
-        self.watch, self.refusal = watch, None
+        self.watch, self.refusal, self._kind = watch, None, kind
 
     @property
     def _asked(self) -> Repair | None:
@@ -110,6 +117,27 @@ class ModelState:
         except InvalidArgument as refused:
             self.watch, self.refusal = watch, str(refused)
             raise
+
+    def _try(self, model: torch.nn.Module, kv: KVShape) -> None:
+        """Raises Refused where what the model keeps of tokens hangs on those behind them, by now."""
+        if kv.rates or kv.states:  # it keeps entries of several tokens; or check_structure() has tried
+            return
+        name = f"{type(model).__name__} was changed, and"
+        forget_pending()
+        try:
+            right = goes_on(model)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # says nothing about the model
+        except Exception as error:  # whatever the model's own code raises
+            raise Refused(f"{name} does not run as it is now: {error!r:.200}") from error
+        if not right:
+            raise Refused(f"{name} its KV depends on what follows it now")
+
+    @staticmethod
+    def _kind_of(model: torch.nn.Module, watch: Watch) -> str:
+        config = plain(without_denied(model.config.to_dict()))
+        attention = model.config._attn_implementation
+        return repr([config, attention, watch.attributes.code(), watch.attributes.numbers()])
 
     def current(self, model: torch.nn.Module) -> bool:
         """Looks whether the model was changed. False: into one that is refused."""

@@ -31,6 +31,7 @@ from transformers.cache_utils import DynamicCache
 from kvclient.errors import DeadlineExceeded
 from kvclient.hf.attachment import assisted
 from kvclient.hf.call import Report, begun
+from kvclient.hf.model.watch import foreign_mode
 from kvclient.hf.proof.attached import Attached
 from kvclient.hf.release import NAMES
 from kvclient.hf.request.batch.row_by_row import RowByRow
@@ -252,6 +253,8 @@ def _request(
     local, state = kv._local, kv._model_state
     if not kv._rest.over:
         return Report(bypassed="unavailable", bypass_detail="the store failed a moment ago")
+    if (mode := foreign_mode()) is not None:
+        return Report(bypassed="torch_mode", bypass_detail=mode)
     if not (state.current(model) if local.usable is None else local.usable):
         return Report(bypassed="refused", bypass_detail=state.refusal)
     watch = state.watch  # before the served model: of a later one it would know the change

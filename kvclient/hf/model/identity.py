@@ -19,6 +19,7 @@ from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.linear import as_they_lie
 from kvclient.hf.awq.packing import from_panels
+from kvclient.hf.model.values import plain_text
 from kvclient.hf.model.watch import Attributes, adapter_parameters, adapter_state, adapters, matmul_precision
 from kvclient.hf.streaming.model import streams_of
 
@@ -55,17 +56,14 @@ def read_dimensions(
 
 
 def digest_weights(model: torch.nn.Module) -> bytes:
-    """SHA-256 over (name, dtype, shape, SHA-256 of the bytes) of every parameter and persistent buffer,
-    sorted.
+    """SHA-256 over (name, dtype, shape, SHA-256 of the bytes) of every parameter and persistent buffer, and
+    of whatever else the model would save, sorted. Raises InvalidArgument for what has no plain bytes.
     """
     added = {id(p) for module in adapters(model) for p in adapter_parameters(module)}
     with as_they_lie() as panels:
         state = model.state_dict(keep_vars=True)
-    named = [
-        (name, tensor)
-        for name, tensor in state.items()
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in added
-    ]
+    parts = [part for name, value in state.items() for part in _parts(name, value)]
+    named = [(name, tensor) for name, tensor in parts if id(tensor) not in added]
     streams = streams_of(model)
     if streams is None:
         return _digest_tensors(named, panels)
@@ -97,6 +95,21 @@ def _digest_streamed(streams: Any, moving: Set[tuple[int, str]]) -> dict[tuple[i
         rows = _digest_rows([(name, held) for name, held in state.items() if keys.get(name) in moving], lying)
         found |= {keys[name]: row for name, *row in rows}
     return found | {(id(module), "weight"): row for module, *row in streams.digested_tables()}
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of what a state_dict has under this name; plain values as one of their text's bytes. Raises
+    InvalidArgument for what is neither: two models may differ in nothing else.
+    """
+    if isinstance(value, torch.Tensor):
+        return [(name, value)]
+    if (text := plain_text(value)) is not None:
+        return [(f"{name}:text", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))]
+    if isinstance(value, tuple | list | dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [part for key, item in items for part in _parts(f"{name}.{key}", item)]
+    what = f"{name}, a {type(value).__name__}, has no plain bytes to digest"
+    raise InvalidArgument(f"{what}; pass weights_digest=")
 
 
 # ---------------------------------------------------------------- digests
@@ -132,6 +145,8 @@ def _digest_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.device.type == "meta":
         raise InvalidArgument("a weight lies on the meta device: its bytes are not there to digest")
     try:
+        if tensor.is_quantized:
+            raise TypeError("its bytes are without their scale")
         flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         kind = f"{type(tensor).__name__} of {tensor.dtype}"

@@ -75,17 +75,15 @@ def restore(
         layer.has_previous_state[state.index] = True
 
 
-def goes_on(model: torch.nn.Module) -> dict[str, bool]:
-    """Whether the model computes rightly behind a state: `several` tokens in one pass, and `single` ones."""
+def goes_on(model: torch.nn.Module, most: int = MORE) -> bool:
+    """Whether the model computes behind what its cache keeps of tokens, `most` at a time, what it computes of
+    all in one pass. It does not if a token changes what was kept of those before it.
+    """
     ids = tokens(model, FIRST + MORE, 1)[None]
-    right = _logits(model, [ids])
-    several = _logits(model, [ids[:, :FIRST], ids[:, FIRST:]])
-    single = _logits(model, [ids[:, :FIRST], *ids[:, FIRST:].split(1, dim=1)])
-    most = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]) * (float(right.abs().max()) or 1.0)
-    return {
-        name: float((found - right).abs().max()) <= most
-        for name, found in (("several", several), ("single", single))
-    }
+    whole = _logits(model, [ids])
+    apart = float((_logits(model, [ids[:, :FIRST], *ids[:, FIRST:].split(most, dim=1)]) - whole).abs().max())
+    largest = float(whole.abs().max()) or 1.0
+    return apart <= TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]) * largest
 
 
 @torch.no_grad()

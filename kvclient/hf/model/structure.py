@@ -218,10 +218,9 @@ def _probe(name: str, model: torch.nn.Module, config: Any, whole: bool) -> KVSha
     shape = dataclasses.replace(shape, rates=tuple(rates.items()), positions=positions_in(cache))
     if not states:
         return shape
-    right = goes_on(model)
-    if not right["single"]:
+    if not goes_on(model, 1):
         raise Refused(f"{name} does not go on rightly behind the state that its cache holds")
-    return dataclasses.replace(shape, stepwise=not right["several"])
+    return dataclasses.replace(shape, stepwise=not goes_on(model))
 
 
 def _first(layer: Any) -> DynamicLayer:

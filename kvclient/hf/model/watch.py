@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from types import CellType
+from types import BuiltinFunctionType, CellType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 from torch.nn.modules import module as every
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from kvclient.blocks.identity import CONFIG_DENY_LIST
 from kvclient.hf.model.code import NAMED, Code
@@ -30,6 +34,7 @@ from kvclient.hf.model.values import CONTAINERS, plain_text
 from kvclient.hf.streaming.model import streams_of
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
+CALLED = ("scaled_dot_product_attention", "linear", "embedding", "silu", "gelu", "softmax", "layer_norm")
 SAMPLES = 4  # numbers of each tensor that are looked at
 ADAPTER_STATE = ("active_adapter", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
@@ -141,8 +146,25 @@ def foreign_hook(model: torch.nn.Module) -> str | None:
 
 
 def of_all_modules() -> list[Any]:
-    """What torch calls for every module of the process."""
-    return _foreign(every._global_forward_hooks, every._global_forward_pre_hooks)
+    """What torch calls for every module of the process, and what is called in its own functions' place."""
+    replaced = [function for name in CALLED if _strange(function := getattr(functional, name, None))]
+    return _foreign(every._global_forward_hooks, every._global_forward_pre_hooks) + replaced
+
+
+def _strange(function: Any) -> bool:
+    """Whether somebody has put it in the place of one of torch's own, as sageattention asks for."""
+    if function is None or isinstance(function, BuiltinFunctionType):
+        return False
+    return not getattr(function, "__globals__", {}).get("__name__", "").startswith(("torch.", *KNOWN_HOOKS))
+
+
+def foreign_mode() -> str | None:
+    """The last mode of this thread's that sees, and may change, what torch computes; not a default device."""
+    if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        return None
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    kinds = [type(mode) for mode in modes if not isinstance(mode, DeviceContext)]
+    return f"{kinds[-1].__module__}.{kinds[-1].__qualname__}" if kinds else None
 
 
 def foreign(module: torch.nn.Module) -> list[Any]:

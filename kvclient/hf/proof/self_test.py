@@ -2,7 +2,7 @@
 
 Owns the comparisons and their tolerances. Never touches the user's store (it uses the in-memory fake), the
 random number generators or the model's state. Invariant: it runs the very code that attach() installs; a
-model class it has passed is not run again in this process.
+model of the same class, code and numbers as one that has passed is not run again in this process.
 
 What must hold, for prompts A = prefix + a and B = prefix + b:
   1. generating from A with the hooks, into an empty store, gives bitwise the logits of plain generate;
@@ -32,14 +32,14 @@ from kvclient.hf.attention.proof import MOST_TOKENS, TOLERANCE, evaluating, toke
 from kvclient.hf.attention.switch import without
 from kvclient.hf.model.identity import plain
 from kvclient.hf.model.structure import KVShape, Refused, base_model, check_structure, widest_window
-from kvclient.hf.model.watch import Watch
+from kvclient.hf.model.watch import Attributes, Watch
 from kvclient.hf.proof import verdicts
 from kvclient.hf.proof.attached import Attached
 from kvclient.hf.release import cache_of, passing
 
 BLOCK_TOKENS = 8
 PREFIX_BLOCKS = 3  # at least; a window of at most MOST_TOKENS is passed
-SUFFIX_TOKENS = 5
+SUFFIX_TOKENS = (2, 7)  # of A and B: a prefix whose KV hangs on the length of the pass must show it
 FAKE_BYTES = 256 << 20
 PAGED_TOKENS = 512
 _passed: dict[bytes, Verdict] = {}
@@ -74,6 +74,8 @@ def prove_model(
         str(model.device),
     ]
     facts += [str(model.config._attn_implementation), str(in_place), str(paged)]
+    attributes = Attributes(model)
+    facts += [str(attributes.code()), str(attributes.numbers())]
     key = hashlib.sha256(encode(facts)).digest()
     if key not in _passed:
         with evaluating(model):
@@ -118,7 +120,8 @@ class _Trial:
         passed = (window + self.block) // self.block if window <= MOST_TOKENS else 0
         self.blocks = max(PREFIX_BLOCKS, passed)
         self.prefix = tokens(model, self.block * self.blocks, 1)
-        self.a, self.b = (torch.cat([self.prefix, tokens(model, SUFFIX_TOKENS, seed)]) for seed in (2, 3))
+        ends = (tokens(model, count, seed) for count, seed in zip(SUFFIX_TOKENS, (2, 3), strict=True))
+        self.a, self.b = (torch.cat([self.prefix, end]) for end in ends)
         self.config = GenerationConfig(
             do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True, use_cache=True,
@@ -158,6 +161,8 @@ class _Trial:
             cold_a, _ = self._generate(self.a[None])
             if kv.last.bypassed:
                 raise Refused(f"{self.name}: generate() does not reach the store ({kv.last.bypassed})")
+            if kv.last.write_bypassed == "changed":
+                raise Refused(f"{self.name}: each pass changes what the next one computes with")
             if kv.last.published_blocks != self.blocks:
                 raise Refused(f"{self.name}: published {kv.last.published_blocks} of {self.blocks} blocks")
             rounded = self.paged or bool(self.shape.states)

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import kvclient
 import kvclient.hf
@@ -184,6 +185,21 @@ def test_a_foreign_hook_is_refused_at_attach_and_while_attached(client, on):
         assert kv.last.reused_tokens == 64
 
 
+def test_another_function_in_the_place_of_torchs_is_refused(client, monkeypatch):
+    model, attention = build("llama", layers=2), torch.nn.functional.scaled_dot_product_attention
+    other = lambda *args, **kwargs: attention(*args, **kwargs)  # noqa: E731
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        generate(model, prompt(70))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
+            generate(model, prompt(70))
+            assert kv.last.bypassed == "refused" and "lambda" in kv.last.bypass_detail
+            with pytest.raises(kvclient.hf.Refused, match="lambda"):
+                kvclient.hf.attach(build("llama", layers=2), client)
+        generate(model, prompt(70))
+        assert kv.last.reused_tokens == 64
+
+
 def test_what_is_no_causal_model_is_refused(client):
     with pytest.raises(kvclient.hf.Refused, match="generate"):
         kvclient.hf.attach(torch.nn.Linear(2, 2), client)
@@ -221,6 +237,33 @@ def test_the_self_test_refuses_a_model_that_looks_ahead(client, verdicts):
     model.model.embed_tokens.__class__ = LooksAhead
     with pytest.raises(kvclient.hf.Refused, match="depends on what follows"):
         kvclient.hf.attach(model, client)
+
+
+class ByLength(LlamaAttention):
+    """What a token becomes hangs on how many there are by its pass, as RoPE that grows with the prompt."""
+
+    def forward(self, hidden_states, **others):
+        cache = others.get("past_key_values")
+        count = hidden_states.shape[1] + (0 if cache is None else cache.get_seq_length(self.layer_idx))
+        return super().forward(hidden_states * (1 + 0.02 * count), **others)
+
+
+class Counts(torch.nn.Embedding):
+    calls = 0
+
+    def forward(self, ids):
+        type(self).calls += 1
+        return super().forward(ids) * (1 + 1e-6 * self.calls)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(ByLength, "depends on what"), (Counts, "each pass changes")])
+def test_the_self_test_refuses_what_hangs_on_the_pass(client, verdicts, kind, why):
+    model = build("llama", layers=2)
+    for module in model.modules():
+        if type(module) is kind.__base__:
+            module.__class__ = kind
+    with pytest.raises(kvclient.hf.Refused, match=why):
+        kvclient.hf.attach(model, client, in_place=False)
 
 
 def test_the_self_test_refuses_when_generate_goes_elsewhere(client, verdicts, monkeypatch):

@@ -6,6 +6,7 @@ Tiny random models and the in-memory fake; the plain cases are tests/hf/engine/t
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvclient
 import kvclient.hf
@@ -217,6 +218,33 @@ def test_training_and_autocast_are_left_alone(model, client):
             generate(model, ids, 1)
         assert kv.last.bypassed == "autocast"
     assert client.stats()["blocks"] == 0
+
+
+class Halves(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 0.5 if func is torch.nn.functional.silu else out
+
+
+class HalvesBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 0.5 if func is torch.ops.aten.silu.default else out
+
+
+@pytest.mark.parametrize("mode", [Halves, HalvesBelow])
+def test_what_sees_all_that_torch_computes_is_left_alone(model, client, mode):
+    ids = prompt(40)
+    with mode():
+        wanted = generate(model, ids)[0]
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        plain = generate(model, ids)[0]
+        with mode():
+            assert torch.equal(generate(model, ids)[0], wanted) and not torch.equal(wanted, plain)
+        assert kv.last.bypassed == "torch_mode" and mode.__name__ in kv.last.bypass_detail
+        with torch.device("cpu"):  # a mode too, which changes nothing
+            generate(model, ids)
+        assert kv.last.reused_tokens > 0
 
 
 def test_bypass_of_reading_writing_and_both(model, client):

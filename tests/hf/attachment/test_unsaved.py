@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvclient.hf
+from kvclient.errors import InvalidArgument
 from tests.hf.zoo import build, generate, prompt
 
 OPTIONS = {"block_tokens": 16, "self_test": False, "in_place": False}
@@ -185,3 +186,65 @@ def test_what_the_code_notes_down_is_no_change(model, client, monkeypatch):
         assert kv.last.reused_tokens == 64 and noted and NOTED
     noted.clear()
     assert reused(model, client) == 64
+
+
+def look_both_ways(model):
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+class Mixed(torch.nn.Linear):
+    """One scale for all tokens of a pass, as activations that are quantised dynamically have it."""
+
+    def forward(self, x):
+        scale = x.abs().max() / 7
+        return super().forward((x / scale).round() * scale)
+
+
+AHEAD = {
+    "attention both ways": look_both_ways,
+    "so configured": lambda m: setattr(m.config, "is_causal", False),
+    "one scale for a pass": lambda m: setattr(m.model.layers[0].mlp.up_proj, "__class__", Mixed),
+}
+
+
+@pytest.mark.parametrize("change", AHEAD)
+def test_one_that_is_changed_to_look_ahead_is_refused(client, model, kv, change):
+    """The KV of a prefix hangs on what follows it then; attach() refuses such a model."""
+    kv.detach()
+    with kvclient.hf.attach(model, client, block_tokens=16) as kv:
+        AHEAD[change](model)
+        generate(model, prompt(70), 1)
+        assert kv.last.bypassed == "refused" and "what follows" in kv.last.bypass_detail
+    with pytest.raises(kvclient.hf.Refused, match="depends on what follows"):  # the class has passed
+        kvclient.hf.attach(model, client, block_tokens=16)
+
+
+class Packed(torch.nn.Module):
+    """Weights that are no tensors of its own, as those of torch.ao.quantization.quantize_dynamic()."""
+
+    def __init__(self, inner, factor, scale=None):
+        super().__init__()
+        self._inner, self._held = [inner], torch.full((1000,), factor)
+        if scale is not None:
+            self._held = torch.quantize_per_tensor(self._held, scale, 0, torch.qint8)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}packed"] = (self._held, {"bias": None})
+
+    def forward(self, x):
+        held = self._held.dequantize() if self._held.is_quantized else self._held
+        return self._inner[0](x) * held[0]
+
+
+def test_weights_in_containers_are_of_the_identity_quantised_ones_are_refused(client):
+    def with_packed(*how):
+        model = build("llama", layers=2)
+        model.model.layers[0].mlp = Packed(model.model.layers[0].mlp, *how).eval()
+        return model
+
+    assert reused(with_packed(1.0), client) == 0
+    assert reused(with_packed(1.0), client) == 64
+    assert reused(with_packed(0.5), client) == 0
+    with pytest.raises(InvalidArgument, match="has no plain bytes"):
+        reused(with_packed(1.0, 0.1), client)
