@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvstored import _core
 
-MAGIC, VERSION, OLDEST_VERSION, NAME_BYTES, KEY_BYTES = 0x3150564B, 2, 2, 64, 32
+MAGIC, VERSION, OLDEST_VERSION, NAME_BYTES, KEY_BYTES = 0x3150564B, 3, 2, 64, 32
 MOST_KEYS = 64
 MOST_PAYLOAD = 1 << 30  # of a layer
 HEAD = struct.Struct("<IHHIIQII")

@@ -182,6 +182,9 @@ PEER_METRICS: dict[str, About] = {
     "malformed": About(
         "kvstored_peer_malformed_total", "counter", "Connections ended by what was no answer."
     ),
+    "halved": About(
+        "kvstored_peer_halved_total", "counter", "Blocks that two connections brought, half each."
+    ),
     "cancelled": About(
         "kvstored_peer_cancelled_total", "counter", "Fetches given up: nobody waited any more."
     ),

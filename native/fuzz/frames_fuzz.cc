@@ -1,8 +1,9 @@
 // libFuzzer: what a peer may send. One input is a list of frames (kind, item, layer, flags, u16 length, bytes) that get right
 // checksums, since no mutation finds those, and go to a fetch as its answer, or, by the first byte, as they are. Flags have a
 // payload of the length that belongs there, and a head that names what was asked for. By the second bit of the first byte who
-// sends may place blocks itself, in memory that is zeros. The fetch ends, the store stays whole, and nothing stays half filled,
-// or lent when that process has ended.
+// sends may place blocks itself, in memory that is zeros; by the third it answers for the second half of a block, by the fourth
+// for one that may come by halves, of which nobody brings the second. The fetch ends, the store stays whole, and nothing stays
+// half filled, or lent when that process has ended.
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -28,6 +29,22 @@ struct Side : test::Rig {
   Side() : Rig(kBytes, 64), window(*store, true), loans(*store), owner(store->open_owner()) {
     store->register_layout(test::layout_blob(3, 64, 4, 32));
     for (auto& listed : store->layouts()) layout = listed.known->layout;
+  }
+  // As who has the block has it brought, whatever comes of it.
+  void bring(BlockReceiver& receiver, const Channel& channel) {
+    const CreateItem item{.key = test::key(0), .tokens = kTokens};
+    const auto known = store->find_layout(layout_digest(layout));
+    const Granted granted = store->create({.owner = owner, .layout = known->id, .items = {&item, 1}})[0];
+    KV_INVARIANT(granted.status == Grant::Granted);
+    SecondHalf half(Landing{.key = item.key, .tokens = kTokens, .known = known, .extent = granted.extent});
+    half.begin(channel);
+    try {
+      receiver.bring(kRequest, half);
+    } catch (const Broken&) {
+      // What came was no half.
+    }
+    half.ended({});
+    store->abort(owner, granted.handle);
   }
   Window window;
   Quarantine loans;
@@ -114,13 +131,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     Quarantine* const loans = data[0] & 2 ? &side.loans : nullptr;
     if (loans) std::memset(side.window.at(0), 0, kZeros);
     BlockReceiver receiver(*side.store, side.window, channel, side.owner, nullptr, loans, side.loans.epoch());
+    const std::span<const Key> wanted(keys, data[0] & 8 ? 1 : 2);
+    const Offer offer = [](const std::shared_ptr<SecondHalf>&) {};
     try {
-      receiver.fetch(kRequest, keys, [&](size_t, Outcome) { ++ended; });
+      if (data[0] & 4)
+        side.bring(receiver, channel);
+      else
+        receiver.fetch(kRequest, wanted, [&](size_t, Outcome) { ++ended; }, false, nullptr, data[0] & 8 ? offer : nullptr);
     } catch (const Broken&) {
       // What came was no answer.
     }
   }
-  KV_INVARIANT(ended == 2);
+  KV_INVARIANT(ended == (data[0] & 4 ? 0u : data[0] & 8 ? 1u : 2u));
   side.loans.process_ended();
   side.store->remove(keys[0]), side.store->remove(keys[1]);
   side.store->settle();

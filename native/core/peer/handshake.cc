@@ -66,8 +66,8 @@ Secret hmac_sha256(const Secret& key, std::span<const uint8_t> message) {
   return out;
 }
 
-void introduce(Channel& channel, const std::string& node, const std::string& space, const Secret& salt,
-               const std::string& expected_node) {
+uint32_t introduce(Channel& channel, const std::string& node, const std::string& space, const Secret& salt,
+                   const std::string& expected_node) {
   Hello hello{};
   hello.version = kVersion, hello.oldest = kOldestVersion;
   set_name(hello.node, node), set_name(hello.space, space);
@@ -87,6 +87,7 @@ void introduce(Channel& channel, const std::string& node, const std::string& spa
   channel.put(frame(Kind::Proof), bytes_of(proof));
   channel.flush();
   Channel::expect(channel.take_head(kHandshakeMs), Kind::Welcome, 0);
+  return challenge.version;
 }
 
 std::string admit(Channel& channel, const std::string& node,

@@ -18,9 +18,9 @@ inline constexpr int kHandshakeMs = 1000;  // for each step of it
 
 Secret hmac_sha256(const Secret& key, std::span<const uint8_t> message);
 
-// As the one that connects. Throws Broken if the other is not that node, or has another salt.
-void introduce(Channel& channel, const std::string& node, const std::string& space, const Secret& salt,
-               const std::string& expected_node);
+// As the one that connects. Returns the version that is spoken. Throws Broken if the other is not that node, or has another salt.
+uint32_t introduce(Channel& channel, const std::string& node, const std::string& space, const Secret& salt,
+                   const std::string& expected_node);
 
 // As the one that was called. `secret_of(space, node)` is the salt of a namespace that is shared with that node, if there is
 // one. Returns the namespace's name. Throws Broken for a stranger, who learns nothing from how.

@@ -22,16 +22,9 @@ constexpr uint32_t kMostBeside = 1024;  // frames between two layers: signs of l
 
 BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const Key> keys,
                                              const std::function<void(size_t, Outcome)>& ended, bool again,
-                                             const std::function<bool()>& unwanted) {
-  std::vector<Item> landings;
-  landings.reserve(keys.size());
-  for (const Key& key : keys) {
-    std::optional<Landing> begun = parked_ ? parked_->take(key) : std::nullopt;
-    landings.push_back({begun ? *std::move(begun) : Landing{.key = key}, Outcome::Open});
-    landings.back().next = 0, landings.back().headed = landings.back().meta = false, landings.back().offered.clear();
-    landings.back().number = static_cast<uint16_t>(landings.size() - 1);
-  }
-  request_ = request, received_ = {}, beside_ = 0, to_mark_ = nullptr, headed_.clear(), whole_.clear();
+                                             const std::function<bool()>& unwanted, const Offer& offer) {
+  request_ = request, received_ = {}, to_mark_ = nullptr, offer_ = &offer, headed_.clear(), whole_.clear();
+  std::vector<Item> landings = begin(keys);
   size_t open = landings.size();
   const auto seal = [&] {
     seal_whole();
@@ -42,7 +35,6 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     to_tell_ |= !whole_.empty();
     whole_.clear();
   };
-  end_ns_ = monotonic_ns() + kLongestNs;
   const auto fail_all = [&](void (BlockReceiver::*end)(Item&, Outcome), Outcome outcome, bool open_still = false) {
     seal();
     for (size_t i = 0; i < landings.size(); ++i) {
@@ -54,10 +46,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     tell();
   };
   try {
-    uint32_t from = ~0u;  // where the tier took them together it is the same of all
-    for (const Item& landing : landings) from = std::min(from, landing.layers);
-    channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .request = request, .layer = from}, std::as_bytes(keys));
-    channel_.flush();
+    ask(keys, landings);
     for (uint32_t frames = 0;; ++frames) {
       if (!channel_.buffered() || open == whole_.size()) {
         create_headed();
@@ -75,6 +64,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
       Item& landing = landings[head.item];
       if (landing.outcome != Outcome::Open || landing.whole) malformed("more of a block that had ended");
       take_frame(head, landing);
+      if (landing.half) go_on(keys, landings, unwanted);
       if (landing.outcome != Outcome::Open) ended(head.item, landing.outcome), --open, to_tell_ = true;
     }
   } catch (const Broken& error) {
@@ -87,6 +77,31 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
     fail_all(&BlockReceiver::give_up, Outcome::Failed);
     throw Broken(Broken::Why::Gone, error.what());
   }
+}
+
+std::vector<BlockReceiver::Item> BlockReceiver::begin(std::span<const Key> keys) {
+  std::vector<Item> landings;
+  landings.reserve(keys.size());
+  for (const Key& key : keys) {
+    std::optional<Landing> begun = parked_ ? parked_->take(key) : std::nullopt;
+    landings.push_back({begun ? *std::move(begun) : Landing{.key = key}, Outcome::Open});
+    landings.back().number = static_cast<uint16_t>(landings.size() - 1);
+  }
+  return landings;
+}
+
+// For what is not here of them.
+void BlockReceiver::ask(std::span<const Key> keys, std::vector<Item>& landings) {
+  uint32_t from = ~0u;  // where the tier took them together it is the same of all
+  for (Item& landing : landings) {
+    landing.next = landing.middle = 0, landing.headed = landing.meta = landing.half = false, landing.offered.clear();
+    from = std::min(from, landing.layers);
+  }
+  by_halves_ = *offer_ && keys.size() == 1 && !from;
+  beside_ = 0, end_ns_ = monotonic_ns() + kLongestNs;
+  channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .item = by_halves_, .request = request_, .layer = from},
+               std::as_bytes(keys));
+  channel_.flush();
 }
 
 void BlockReceiver::look_whether_wanted(const std::vector<Item>& landings, const std::function<bool()>& unwanted) {
@@ -121,6 +136,7 @@ void BlockReceiver::take_frame(const Frame& head, Item& landing) {
   switch (kind) {
     case Kind::Whole: return take_whole(landing);
     case Kind::Placed: return take_placed(landing);
+    case Kind::Half: return take_half(landing);
     case Kind::Waiting: return;
     case Kind::Missing:
       return landing.headed ? malformed("a block that is not there after all") : leave(landing, Outcome::Missing);
@@ -183,6 +199,8 @@ void BlockReceiver::take_head(const Frame& frame, Item& landing) {
   if (head.layers != known->layout.num_layers() || head.tokens == 0 || head.tokens > known->layout.block_tokens ||
       head.base_position > kMaxBasePosition)
     malformed("a block that its layout does not allow");
+  if (frame.layer && (!by_halves_ || frame.layer != middle_of(head.layers))) malformed("a half that nobody asked for");
+  landing.middle = frame.layer;
   if (begun) return;
   landing.tokens = head.tokens;
   landing.sums.resize(head.layers);
@@ -249,12 +267,13 @@ void BlockReceiver::take_meta(const Frame& head, Item& landing) {
   }
   const uint64_t at = landing.layout->meta_offset(landing.tokens);
   take_bytes(head, landing, at, landing.layout->meta_bytes(landing.tokens), landing.layout->extent_bytes(landing.tokens) - at);
-  landing.meta = true;
+  landing.meta = true, landing.copy = head.layer;
+  if (landing.middle && landing.created && !second_) (*offer_)(second_ = std::make_shared<SecondHalf>(landing));
 }
 
 void BlockReceiver::take_layer(const Frame& head, Item& landing) {
-  if (!landing.headed || !landing.meta || head.layer != landing.next || head.layer >= landing.sums.size())
-    malformed("a layer out of turn");
+  const size_t end = landing.middle ? landing.middle : landing.sums.size();
+  if (!landing.headed || !landing.meta || head.layer != landing.next || head.layer >= end) malformed("a layer out of turn");
   landing.next += 1;
   const Layout& layout = *landing.layout;
   if (head.layer < landing.layers) {  // it is here: of another computation of the block it would not be the same
@@ -334,6 +353,7 @@ void BlockReceiver::differs(Item& landing) {
 
 // It has ended here, and may go on elsewhere.
 void BlockReceiver::leave(Item& landing, Outcome outcome) {
+  stop_second();
   if (to_mark_ == &landing) mark();
   const bool begun = parked_ && landing.created && landing.layers && !window_.truncated();
   if (!begun || !parked_->put(Landing(landing))) return give_up(landing, outcome);
@@ -367,6 +387,7 @@ uint32_t Parked::layers(const Key& key) const {
 void BlockReceiver::give_up(Item& landing, Outcome outcome) {
   landing.outcome = outcome;
   if (!std::exchange(landing.created, false)) return;
+  stop_second();
   try {
     store_.abort(owner_, landing.handle);
   } catch (const Error&) {

@@ -3,6 +3,7 @@
 // nothing that the peer says of sizes: the layout and the frame's place decide, and whatever does not fit ends the connection.
 #pragma once
 
+#include <condition_variable>
 #include <functional>
 #include <list>
 #include <mutex>
@@ -46,6 +47,43 @@ class Parked {
   std::unordered_map<Key, Landing, KeyHash> landings_;
 };
 
+// The second half of a large block, which another connection brings, into memory that who asked for the block has, and gives
+// back. Each layer is verified before it is counted in `here`; who has the block publishes it. Safe from all threads.
+class SecondHalf {
+ public:
+  explicit SecondHalf(const Landing& landing);
+
+  // By who brings it. False: it is not wanted any more. Until ended() it writes, on a channel that may be cut.
+  bool begin(const Channel& channel);
+  bool came();  // one layer more; false: it is not wanted any more
+  // Nothing is written from here on. True if it was not wanted any more.
+  bool ended(std::optional<Broken::Why> why);
+  // By who has the block. Nothing is written behind this: who brings it is cut off and waited for; nobody begins any more.
+  void stop();
+  // Waits for a moment for more than the `layers` that are known to be there. False: there is nothing to wait for.
+  bool wait_for_more(uint32_t layers);
+  uint32_t here() const;
+  std::optional<Broken::Why> why() const;  // who brought it broke
+
+  const Key key;
+  const std::shared_ptr<const KnownLayout> known;
+  const Extent extent;
+  const uint32_t tokens, first, end;
+  std::vector<uint32_t> sums;  // written by who brings it: of a layer, from `first` on, before it is here
+  uint32_t copy = 0;           // of which copy of the block they are, before any is here
+
+ private:
+  enum class State { Offered, Begun, Over };
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  State state_ = State::Offered;
+  bool unwanted_ = false;
+  const Channel* channel_ = nullptr;
+  uint32_t here_;
+  std::optional<Broken::Why> why_;
+};
+using Offer = std::function<void(const std::shared_ptr<SecondHalf>&)>;  // to a connection to the same peer that is idle
+
 // Of an Over. Throws Broken.
 void take_over(Channel& channel, const Frame& head, Quarantine& loans);
 
@@ -60,14 +98,18 @@ class BlockReceiver {
       : store_(store), window_(window), channel_(channel), owner_(owner), parked_(parked), loans_(loans), epoch_(epoch) {}
 
   struct Received {
-    uint64_t bytes = 0, placed = 0, corrupt = 0;  // the latter two of blocks that the other end placed itself
+    uint64_t bytes = 0, halves = 0;    // the latter that another connection brought
+    uint64_t placed = 0, corrupt = 0;  // of blocks that the other end placed itself
   };
   // `ended(i, outcome)` for each key as soon as it is known; who waits for blocks is woken here, once for what came together.
   // Throws Broken, with every key ended: those open as Failed, their memory given back, or parked. `again`: if the connection is
   // gone those stay open, for they will be asked for once more. `unwanted()`, asked now and then, says that nobody waits for what
-  // is open: where nobody has pinned it either this ends so, by a Broken, for the other end knows no other way to stop.
+  // is open: where nobody has pinned it either this ends so, by a Broken, for the other end knows no other way to stop. `offer`,
+  // if there is one: a large block that is asked for alone comes by halves.
   Received fetch(uint32_t request, std::span<const Key> keys, const std::function<void(size_t, Outcome)>& ended,
-                 bool again = false, const std::function<bool()>& unwanted = nullptr);
+                 bool again = false, const std::function<bool()>& unwanted = nullptr, const Offer& offer = nullptr);
+  // Of a block that another connection asked for. Throws Broken.
+  void bring(uint32_t request, SecondHalf& half);
 
   // Of the key that has just ended as Busy: nodes that it was sent to.
   const std::vector<std::string>& instead() const { return instead_; }
@@ -77,9 +119,14 @@ class BlockReceiver {
     Outcome outcome = Outcome::Open;
     Outcome unwanted = Outcome::Needless;  // why it has no memory here
     bool whole = false;                    // and to be sealed
+    uint32_t middle = 0, copy = 0;         // where this answer ends, if that is a half, and of which copy it is
+    bool half = false;                     // and that is here
     BlockHead head{};
     uint16_t number = 0;
   };
+  std::vector<Item> begin(std::span<const Key> keys);
+  void ask(std::span<const Key> keys, std::vector<Item>& landings);
+  void go_on(std::span<const Key> keys, std::vector<Item>& landings, const std::function<bool()>& unwanted);
   void tell();
   void look_whether_wanted(const std::vector<Item>& landings, const std::function<bool()>& unwanted);
   void take_frame(const Frame& head, Item& landing);
@@ -90,6 +137,11 @@ class BlockReceiver {
   void take_meta(const Frame& head, Item& landing);
   void take_layer(const Frame& head, Item& landing);
   void take_whole(Item& landing);
+  void take_half(Item& landing);
+  bool gather(std::vector<Item>& landings, const std::function<bool()>& unwanted);
+  void stop_second();
+  void take_second_head(const Frame& frame, const SecondHalf& half);
+  void take_second_layer(const Frame& head, SecondHalf& half);
   void create_headed();
   void seal_whole();
   void take_offer(const Frame& head, Item& landing);
@@ -119,9 +171,12 @@ class BlockReceiver {
   uint64_t end_ns_ = 0;      // until when the next one has time
   Item* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
   uint64_t unmarked_bytes_ = 0;
-  std::vector<Item*> headed_;  // their memory is yet to be asked for: of what came together at once
-  std::vector<Item*> whole_;   // all of each is here: what came together is sealed at once
-  bool to_tell_ = false;       // something became visible that nobody has been woken for
+  std::vector<Item*> headed_;           // their memory is yet to be asked for: of what came together at once
+  const Offer* offer_ = nullptr;        // of this answer
+  bool by_halves_ = false;              // and its only block may come so
+  std::shared_ptr<SecondHalf> second_;  // that was offered
+  std::vector<Item*> whole_;            // all of each is here: what came together is sealed at once
+  bool to_tell_ = false;                // something became visible that nobody has been woken for
 };
 
 }  // namespace kv::peer

@@ -16,6 +16,9 @@ constexpr uint64_t kSignOfLifeMs = 500;   // of kStallMs
 constexpr uint64_t kLongestMs = 120'000;  // for which the next layer of blocks that nobody finishes is waited for
 constexpr uint64_t kLoadMs = 5000;        // for which one that lies on disk, or has no turn, is waited for
 constexpr uint64_t kLoadLookUs = 500;     // of which nobody says that it has come
+
+// Of what lies in that record since it was last taken: another for any other copy of the block that there was or will be.
+uint32_t number_of(const Handle& handle) { return handle.record * 0x9e3779b1u ^ static_cast<uint32_t>(handle.generation); }
 }  // namespace
 
 struct BlockSender::Block {
@@ -36,7 +39,7 @@ struct BlockSender::Block {
   std::optional<ReadJob> job;
   const Layout* layout = nullptr;
   std::vector<uint32_t> sums;  // of the layers, where they are known
-  uint32_t layers_sent = 0, meta_crc = 0;
+  uint32_t layers_sent = 0, last = 0, meta_crc = 0;
   bool meta_sent = false, done = false;
 };
 
@@ -44,8 +47,8 @@ Frame BlockSender::frame(Kind kind, const Block& block) const {
   return {.kind = static_cast<uint16_t>(kind), .item = block.item, .request = request_};
 }
 
-BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> keys, uint32_t from) {
-  request_ = request, from_ = from, sent_ = {};
+BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> keys, uint32_t from, bool half) {
+  request_ = request, from_ = from, half_ = half, sent_ = {};
   std::list<Block> blocks;
   for (const Key& key : keys) begin(blocks.emplace_back(*this, static_cast<uint16_t>(blocks.size()), key));
   uint64_t moved_ms = monotonic_ms();
@@ -111,6 +114,12 @@ bool BlockSender::has_no_more(const Block& block) const {
   }
 }
 
+void BlockSender::miss(Block& block) {
+  channel_.put(frame(Kind::Missing, block), {});
+  block.end();
+  block.done = true;
+}
+
 void BlockSender::refer(Block& block, const std::vector<std::string>& instead) {
   std::vector<std::byte> names(instead.size() * (kMaxName + 1));
   for (size_t i = 0; i < instead.size(); ++i)
@@ -120,23 +129,32 @@ void BlockSender::refer(Block& block, const std::vector<std::string>& instead) {
   block.done = true;
 }
 
+// The end of the layers that are sent: all, or those of the first half.
+uint32_t BlockSender::end_of(const Block& block) const {
+  const uint32_t layers = block.layout->num_layers();
+  const bool large = block.layout->extent_bytes(block.job->shape.tokens) >= kLargeBytes;
+  return half_ && !from_ && large && block.job->sealed ? middle_of(layers) : layers;
+}
+
 void BlockSender::begin(Block& block) {
   const Key& key = block.key;
   bool crowded = crowded_ && block.turn_until_ms;  // of those that wait for a turn one asks at a time
   if (!crowded) block.job = store_.begin_read(key, &crowded);
   if (block.job && has_no_more(block)) block.end();
+  if (is_second()) {  // who waits for it has another way to get it
+    if (!block.job || !block.job->sealed || from_ >= block.job->layout->layout.num_layers()) return miss(block);
+  }
   if (!block.job) {
     crowded_ |= crowded;
     if (crowded && !has_time(block.turn_until_ms)) return refer(block, {});
     if (crowded || load(block)) return;
-    channel_.put(frame(Kind::Missing, block), {});
-    block.done = true;
-    return;
+    return miss(block);
   }
   std::vector<std::string> instead;
-  if (!(block.admitted = admission_.begin(key, node_, instead))) return refer(block, instead);
+  if (!is_second() && !(block.admitted = admission_.begin(key, node_, instead))) return refer(block, instead);
   const ReadJob& job = *block.job;
   block.layout = &job.layout->layout;
+  block.last = end_of(block), block.layers_sent = is_second() ? from_ : 0;
   tell_layout(block);
   if (job.checksummed) {
     block.sums.resize(block.layout->num_layers());
@@ -147,7 +165,9 @@ void BlockSender::begin(Block& block) {
   const uint32_t ttl_s = job.expiry_s ? std::max(job.expiry_s, now_s + 1) - now_s : 0;
   const BlockHead head{key,        job.layout->digest, job.fingerprint, job.shape.tokens,          job.shape.base_position,
                        job.parent, job.shape.priority, ttl_s,           block.layout->num_layers()};
-  channel_.put(frame(Kind::Head, block), bytes_of(head));
+  Frame said = frame(Kind::Head, block);
+  if (block.last < head.layers) said.layer = block.last;
+  channel_.put(said, bytes_of(head));
 }
 
 void BlockSender::tell_layout(const Block& block) {
@@ -166,8 +186,9 @@ bool BlockSender::advance(Block& block) {
   }
   try {
     if (!send_ready(block)) return false;
-    channel_.put(frame(Kind::Whole, block), {});
-    sent_.blocks += 1;
+    const bool whole = block.last == block.layout->num_layers();
+    channel_.put(frame(whole ? Kind::Whole : Kind::Half, block), {});
+    sent_.blocks += whole;
   } catch (const Error&) {
     channel_.put(frame(Kind::Lost, block), {});
   }
@@ -181,7 +202,7 @@ bool BlockSender::send_ready(Block& block) {
   const uint32_t layers = block.layout->num_layers();
   const auto [ready, sealed, word] = block.job->sealed ? LayersNow{layers, true, 0} : store_.layers_now(block.job->handle);
   if (ready > block.layers_sent && !block.meta_sent) send_meta(block);
-  for (; block.layers_sent < ready; ++block.layers_sent) send_layer(block, block.layers_sent);
+  for (; block.layers_sent < std::min(ready, block.last); ++block.layers_sent) send_layer(block, block.layers_sent);
   if (!sealed || ready < layers) return false;
   if (!block.job->sealed) send_meta(block);  // its writer may have changed it until the seal
   return true;
@@ -207,6 +228,7 @@ void BlockSender::send_meta(Block& block) {
   block.meta_sent = true, block.meta_crc = crc;
   Frame head = frame(Kind::Meta, block);
   head.payload_crc = crc;
+  if (half_) head.layer = number_of(block.job->handle);
   channel_.put_summed(head, meta);
   sent_.bytes += meta.size();
 }

@@ -23,9 +23,9 @@ class BlockSender {
   struct Sent {
     uint64_t blocks = 0, bytes = 0;
   };
-  // `from`: layers before it are there already: of these the checksums are sent. Throws Broken if the other end does not take it
-  // in time.
-  Sent answer(uint32_t request, std::span<const Key> keys, uint32_t from = 0);
+  // `from`: layers before it are there already: of these the checksums are sent. `half`: as Fetch has
+  // it. Throws Broken if the other end does not take it in time.
+  Sent answer(uint32_t request, std::span<const Key> keys, uint32_t from = 0, bool half = false);
 
  private:
   struct Block;
@@ -35,6 +35,9 @@ class BlockSender {
   bool load(Block& block);
   static bool has_time(uint64_t& until_ms);
   bool has_no_more(const Block& block) const;
+  bool is_second() const { return from_ && half_; }  // half of a block whose first goes to the same host
+  uint32_t end_of(const Block& block) const;
+  void miss(Block& block);
   void refer(Block& block, const std::vector<std::string>& instead);
   void wait_for_more(const std::list<Block>& blocks);
   bool advance(Block& block);
@@ -51,6 +54,7 @@ class BlockSender {
   Channel& channel_;
   const std::string node_;
   uint32_t request_ = 0, from_ = 0;
+  bool half_ = false;
   bool crowded_ = false;  // peers hold as much as they may, as one of this pass was told
   Sent sent_;
   std::set<std::array<uint64_t, 4>> told_;  // layouts that the other end has been told on this connection, and remembers

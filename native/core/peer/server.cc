@@ -169,7 +169,8 @@ bool Server::answer(Visit& visit, const Frame& head, Space& space, BlockSender& 
   std::vector<Key> keys(std::min<uint64_t>(head.bytes / sizeof(Key), kMaxKeysPerFetch));
   Channel::expect(head, Kind::Fetch, keys.size() * sizeof(Key));
   channel.take_checked(head, reinterpret_cast<std::byte*>(keys.data()));
-  const BlockSender::Sent sent = sender.answer(head.request, keys, head.layer);
+  const bool half = head.item == 1 && keys.size() == 1;
+  const BlockSender::Sent sent = sender.answer(head.request, keys, head.layer, half);
   served_blocks_ += sent.blocks, served_bytes_ += sent.bytes;
   return true;
 }

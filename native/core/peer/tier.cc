@@ -144,6 +144,7 @@ void Tier::run(size_t p, size_t s) {
       if (stream.channel && of_no_use(peer, stream)) stream.receiver.reset(), stream.channel.reset();
       const bool stood = stream.channel != nullptr;
       if (!stood) open(lock, p, stream);
+      if (bring_half(lock, peer, stream, stood)) continue;
       Batch batch{take_batch(peer)};
       if (!peer.queue.empty()) peer.work.notify_one();
       peer.in_flight += batch.keys.size();
@@ -189,36 +190,6 @@ void Tier::work_on(Lock& lock, size_t p, Stream& stream, Batch& batch, bool agai
     throw;
   }
   ask(false);
-}
-
-void Tier::fetch_batch(size_t p, Stream& stream, Batch& batch, bool again) {
-  Peer& peer = *peers_[p];
-  std::vector<Key> open;
-  std::vector<size_t> numbers;  // theirs, in the batch
-  open.reserve(batch.keys.size()), numbers.reserve(batch.keys.size());
-  for (size_t i = 0; i < batch.keys.size(); ++i)
-    if (!(batch.ended >> i & 1)) open.push_back(batch.keys[i]), numbers.push_back(i);
-  const uint64_t began_ns = monotonic_ns();
-  const auto end = [&](size_t i, Outcome outcome) {
-    Lock inner(mutex_);
-    batch.ended |= uint64_t{1} << numbers[i];
-    ended(p, open[i], outcome, stream.receiver->instead());
-  };
-  const auto unwanted = [&] {
-    Lock inner(mutex_);
-    for (size_t i = 0; i < open.size(); ++i)
-      if (!(batch.ended >> numbers[i] & 1) && flights_.at(open[i]).is_wanted()) return false;
-    return true;
-  };
-  const BlockReceiver::Received received = stream.receiver->fetch(++requests_, open, end, again, unwanted);
-  const uint64_t took_us = (monotonic_ns() - began_ns) / 1000;
-  Lock lock(mutex_);
-  peer.placed += received.placed, peer.corrupt += received.corrupt;
-  if (!received.bytes || !took_us) return;
-  peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / open.size();
-  const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
-  peer.bytes_per_s = before ? (7 * before + rate) / 8 : rate;
-  tell_speed();
 }
 
 // ---------------------------------------------------------------- where a key goes

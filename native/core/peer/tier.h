@@ -35,6 +35,7 @@ namespace kv::peer {
   X(fetch_bytes)            \
   X(pushed)                 \
   X(cancelled)              \
+  X(halved)                 \
   X(placed) X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused) X(busy)
 
 class Tier final : public Fetcher {
@@ -80,6 +81,7 @@ class Tier final : public Fetcher {
     std::unique_ptr<Channel> channel;  // guarded by mutex_; used without it by its thread alone
     std::unique_ptr<BlockReceiver> receiver;
     uint64_t epoch = 0, identity = 0;  // of who places blocks, and of the peer, when the channel was made
+    uint32_t version = 0;              // that is spoken on it
     std::thread thread;
   };
   struct Peer {
@@ -93,6 +95,7 @@ class Tier final : public Fetcher {
     bool crowded = false;          // it is looked at again whether it needs one more
     Stream watch;
     std::map<Place, Key> queue;
+    std::vector<std::shared_ptr<SecondHalf>> halves;  // of large blocks, for streams that have nothing to do
     std::condition_variable work, up;
     State state = State::New;
     std::string why;  // it was down last
@@ -130,6 +133,8 @@ class Tier final : public Fetcher {
   void ping(Peer& peer, Stream& stream);
   void work_on(Lock& lock, size_t peer, Stream& stream, Batch& batch, bool again);
   void fetch_batch(size_t peer, Stream& stream, Batch& batch, bool again);
+  Offer offer_beside(Peer& peer, const Stream& stream);
+  bool bring_half(Lock& lock, Peer& peer, Stream& stream, bool again);
   std::vector<Key> take_batch(Peer& peer);
   void tell_speed();
   void become(size_t peer, State state);

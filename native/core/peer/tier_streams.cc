@@ -27,7 +27,7 @@ bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
     return false;
   }
   if (peer.state == State::New && first) return true;
-  if (!peer.queue.empty() && peer.state == State::Up) return true;
+  if ((!peer.queue.empty() || !peer.halves.empty()) && peer.state == State::Up) return true;
   const uint64_t wait_ms = peer.state == State::Down ? std::max(peer.retry_ms, monotonic_ms() + 1) - monotonic_ms() : kPingMs;
   const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
   peer.idle += 1;
@@ -88,10 +88,77 @@ void Tier::connect(Lock& lock, Peer& peer, Stream& stream) {
   Channel& channel = *(stream.channel = std::move(made));  // from here on it can be cut
   lock.unlock();
   if (tls_ && !peer.places) channel.secure(*tls_, at.node, kHandshakeMs);  // that one is beside us, on loopback
-  introduce(channel, node_, store_.name(), salt_, at.node);
+  stream.version = introduce(channel, node_, store_.name(), salt_, at.node);
   lock.lock();
   if (stream.identity != peer.identity) throw Broken(Broken::Why::Gone, "it is there no more");
   peer.connects += 1;
+}
+
+void Tier::fetch_batch(size_t p, Stream& stream, Batch& batch, bool again) {
+  Peer& peer = *peers_[p];
+  std::vector<Key> open;
+  std::vector<size_t> numbers;  // theirs, in the batch
+  open.reserve(batch.keys.size()), numbers.reserve(batch.keys.size());
+  for (size_t i = 0; i < batch.keys.size(); ++i)
+    if (!(batch.ended >> i & 1)) open.push_back(batch.keys[i]), numbers.push_back(i);
+  const uint64_t began_ns = monotonic_ns();
+  const auto end = [&](size_t i, Outcome outcome) {
+    Lock inner(mutex_);
+    batch.ended |= uint64_t{1} << numbers[i];
+    ended(p, open[i], outcome, stream.receiver->instead());
+  };
+  const auto unwanted = [&] {
+    Lock inner(mutex_);
+    for (size_t i = 0; i < open.size(); ++i)
+      if (!(batch.ended >> numbers[i] & 1) && flights_.at(open[i]).is_wanted()) return false;
+    return true;
+  };
+  const BlockReceiver::Received received =
+      stream.receiver->fetch(++requests_, open, end, again, unwanted, offer_beside(peer, stream));
+  const uint64_t took_us = (monotonic_ns() - began_ns) / 1000;
+  Lock lock(mutex_);
+  peer.placed += received.placed, peer.corrupt += received.corrupt, peer.halved += received.halves;
+  if (!received.bytes || !took_us) return;
+  peer.fetch_bytes += received.bytes, peer.block_bytes = received.bytes / open.size();
+  const uint64_t rate = received.bytes * 1'000'000 / took_us, before = peer.bytes_per_s;
+  peer.bytes_per_s = before ? (7 * before + rate) / 8 : rate;
+  tell_speed();
+}
+
+// To those that may bring the second half of a block which this one fetches; nothing where there is none.
+Offer Tier::offer_beside(Peer& peer, const Stream& stream) {
+  if (stream.version < kHalvesVersion || peer.places) return nullptr;
+  if (Lock lock(mutex_); !peer.idle) return nullptr;
+  return [this, &peer](const std::shared_ptr<SecondHalf>& half) {
+    Lock lock(mutex_);
+    peer.halves.push_back(half);
+    peer.work.notify_one();
+  };
+}
+
+// The second half of a block that another stream fetches. False: there is none. `again`: the connection had served before; if it
+// is gone, that is no reason to call the peer down: who fetches the block asks for the rest. Lets go of the lock meanwhile.
+bool Tier::bring_half(Lock& lock, Peer& peer, Stream& stream, bool again) {
+  std::shared_ptr<SecondHalf> half;
+  while (!half && !peer.halves.empty()) {
+    half = std::move(peer.halves.back());
+    peer.halves.pop_back();
+    if (!half->begin(*stream.channel)) half.reset();
+  }
+  if (!half) return false;
+  lock.unlock();
+  try {
+    stream.receiver->bring(++requests_, *half);
+    half->ended({});
+    lock.lock();
+  } catch (const Broken& error) {
+    const bool unwanted = half->ended(error.why);
+    lock.lock();
+    if (!unwanted && !(again && error.why == Broken::Why::Gone)) throw;
+    peer.gone += !unwanted;
+    stream.receiver.reset(), stream.channel.reset();
+  }
+  return true;
 }
 
 void Tier::ping(Peer& peer, Stream& stream) {
@@ -150,6 +217,7 @@ void Tier::went_wrong(size_t p, Stream& stream, const Broken& error) {
   peer.failures += 1, peer.retry_ms = monotonic_ms() + pause_ms;
   become(p, State::Down);
   peer.why = error.what();
+  peer.halves.clear();
   for (const auto& [place, key] : std::exchange(peer.queue, {}))
     if (!send_on(key, flights_.at(key))) end_flight(key, true);
   peer.work.notify_all();

@@ -9,11 +9,16 @@
 namespace kv::peer {
 
 inline constexpr uint32_t kMagic = 0x3150564b;               // "KVP1"
-inline constexpr uint32_t kVersion = 2, kOldestVersion = 2;  // both are said; the highest that both ends know is spoken
+inline constexpr uint32_t kVersion = 3, kOldestVersion = 2;  // both are said; the highest that both ends know is spoken
+inline constexpr uint32_t kHalvesVersion = 3;                // from which on a block may be asked for by halves
 inline constexpr size_t kMaxName = 63;
 inline constexpr uint32_t kMaxKeysPerFetch = 64;
 inline constexpr size_t kMostLayoutsTold = 64;  // remembered at both ends of a connection: who is told another forgets the oldest
 inline constexpr uint64_t kMaxControlBytes = 16 << 10;  // payload of every frame but Meta and Layer, whose size the layout says
+inline constexpr uint64_t kLargeBytes = 32 << 20;       // a block from here on may come by halves
+
+// Where the second half of a block begins.
+constexpr uint32_t middle_of(uint32_t layers) { return (layers + 1) / 2; }
 
 enum class Kind : uint16_t {
   Hello = 1,
@@ -21,13 +26,14 @@ enum class Kind : uint16_t {
   Proof,
   Welcome,
   Refused,
-  Fetch,    // keys; `layer`: of those before it the checksums are enough. The answer is, per item, Missing, or Head, Meta and
-            // layers in order, then Whole or Lost
-  Layout,   // a layout's blob, before the first Head that names it on this connection, and again when it may be forgotten
-  Head,     // a BlockHead
-  Meta,     // the block's meta area; a second one replaces the first
-  Layer,    // the bytes of layer `layer`
-  Whole,    // the block is sealed and all of it was sent
+  Fetch,   // keys; `layer`: of those before it the checksums are enough. The answer is, per item, Missing, or Head, Meta and
+           // layers in order, then Whole or Lost. `item` 1, of one key: if the block is sealed, the first half of it, where it is
+           // large, or what is behind the middle that `layer` names, and nothing of what is before; if it is not, no such half
+  Layout,  // a layout's blob, before the first Head that names it on this connection, and again when it may be forgotten
+  Head,    // a BlockHead; `layer`: the middle, if that is the end of what is sent
+  Meta,    // the block's meta area; a second one replaces the first. `layer`, of a half: the same in both of one copy there
+  Layer,   // the bytes of layer `layer`
+  Whole,   // the block is sealed and all of it was sent
   Missing,  // there is no such block
   Lost,     // its writer gave it up
   Waiting,  // somebody still computes; says that this daemon lives
@@ -44,6 +50,7 @@ enum class Kind : uint16_t {
   Over,     // before any answer: numbers of loans whose transfers are over
   // Between daemons again:
   Pushed,  // keys that somebody there wants this host to come for
+  Half,    // in the place of Whole: the layers that the head said were sent
 };
 
 struct Frame {

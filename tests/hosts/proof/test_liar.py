@@ -112,6 +112,27 @@ def test_lies_under_right_checksums_are_misses_and_counted(asked):
         check(got[0], SMALL.num_layers)
 
 
+@pytest.fixture
+def older(monkeypatch):
+    monkeypatch.setattr(frames, "VERSION", 2)
+
+
+def test_one_of_before_halves_is_asked_for_whole_blocks(older, asked):
+    """Of which it sends all, whatever its frame says besides."""
+    _, client, liar, said = asked
+    halves = []
+
+    def answer(to: socket.socket, fetch):
+        halves.append(fetch.item)
+        to.sendall(encoded(said[fetch.payload], fetch))
+
+    liar.answer = answer
+    for key in list(said)[:3]:
+        with client.get([key], wait_s=WAIT_S) as got:
+            check(got[0], SMALL.num_layers)
+    assert halves == [0, 0, 0]
+
+
 def test_a_peer_that_says_it_has_what_it_has_not_is_a_miss(asked):
     hosts, client, liar, said = asked
     liar.answer = lambda to, fetch: to.sendall(frames.frame(frames.MISSING, request=fetch.request))

@@ -8,7 +8,7 @@ import pytest
 
 from kvstored.cluster import frames
 
-NOW = frames.VERSION
+NOW, OLDEST = frames.VERSION, frames.OLDEST_VERSION
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,8 @@ def daemon_and_salt(pair_of_hosts):
     ("newest", "oldest", "spoken"),
     [
         (NOW, NOW, NOW), (NOW, 0, NOW), (NOW + 1, NOW, NOW), (NOW + 7, 1, NOW),
-        (NOW + 1, 0, None), (NOW + 2, NOW + 1, None), (NOW - 1, 1, None), (0, 0, None),
+        (OLDEST, OLDEST, OLDEST), (OLDEST, 0, OLDEST), (NOW + 1, 0, None), (NOW + 2, NOW + 1, None),
+        (OLDEST - 1, 1, None), (0, 0, None),
     ],
 )  # fmt: skip
 def test_the_highest_that_both_know_is_spoken(daemon_and_salt, newest, oldest, spoken, monkeypatch):
