@@ -15,11 +15,23 @@ def signatures(kind: type) -> dict[str, str]:
         if (name.startswith("_") and name != "__init__") or not callable(member):
             continue
         mark = "abstract " if getattr(member, "__isabstractmethod__", False) else ""
-        found[name] = mark + ", ".join(
-            str(p).split(":")[0].split(" =")[0].split("=")[0]
-            for p in inspect.signature(member).parameters.values()
-        )
+        found[name] = mark + _parameters(member)
     return found
+
+
+def called(kind: type, names: list[str]) -> dict[str, str]:
+    """Of a class that an adapter uses from outside: those of the methods, and of the attributes that
+    `__init__` sets, which are there."""
+    found = {name: _parameters(getattr(kind, name)) for name in names if hasattr(kind, name)}
+    set_there = kind.__init__.__code__.co_names
+    return {**{name: "attribute" for name in names if name in set_there}, **found}
+
+
+def _parameters(member: object) -> str:
+    return ", ".join(
+        str(p).split(":")[0].split(" =")[0].split("=")[0]
+        for p in inspect.signature(member).parameters.values()
+    )
 
 
 def differences(now: dict, recorded: dict) -> list[str]:

@@ -63,6 +63,12 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
                 f"{parts} microbatches: a layer is left before all of a step is computed, and would be saved "
                 "then; start without --enable-dbo and --ubatch-size"
             )
+        chosen = vllm_config.scheduler_config.get_scheduler_cls()
+        if not issubclass(chosen, Scheduler):
+            raise InvalidArgument(
+                f"scheduler_cls={chosen.__qualname__}: none of vLLM's own kind, by which the connector has "
+                "computed again what a load that failed spoils"
+            )
         group = _only_group(kv_cache_config)
         if options["enable_kv_events"]:
             checked_endpoints(vllm_config.kv_events_config)
@@ -145,8 +151,12 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         steps that it has sent off meanwhile gave that request, goes on with others that share the block, and
         has in its prefix cache what the first leaves there when it is given up. So all of them are preempted
         as vLLM does it where its cache is reset under them, and what is spoilt is found no more."""
-        scheduler = _vllms_scheduler()
-        for request in reversed(scheduler.running.copy()):
+        if (scheduler := _vllms_scheduler()) is None:
+            logger.warning(
+                "kvstored: a load failed and vLLM's scheduler was not found: it sets back the first request "
+                "that has such a block, and no other"
+            )
+        for request in () if scheduler is None else reversed(scheduler.running.copy()):
             (numbers,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
             if failed.isdisjoint(numbers):
                 continue
@@ -225,14 +235,14 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         self._client.close()
 
 
-def _vllms_scheduler() -> Scheduler:
-    """The one whose call this is: vLLM hands it to no connector."""
+def _vllms_scheduler() -> Any | None:
+    """The one whose call this is, for vLLM hands it to no connector. None: it is called from elsewhere."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), Scheduler):
             return found
         frame = frame.f_back
-    raise RuntimeError("a load failed, and vLLM's scheduler was not found to have it computed again")
+    return None
 
 
 def _only_group(cache: Any) -> Any:

@@ -37,13 +37,17 @@ def refused(call, words):
         raise AssertionError(f"not refused: {words}")
 
 
-def connector(role, cache=None, split=None, **transfer):
+class AnotherScheduler:
+    """Of nobody's kind."""
+
+
+def connector(role, cache=None, split=None, engine=None, **transfer):
     transfer = KVTransferConfig(**{
         "kv_connector": "KvstoredConnector", "kv_connector_module_path": "kvclient.integrations.vllm",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"dir": "/nowhere"}, **transfer,
     })  # fmt: skip
-    config = config_of(MODEL, split=split, kv_transfer_config=transfer)
+    config = config_of(MODEL, split=split, kv_transfer_config=transfer, **(engine or {}))
     return KvstoredConnector(config, role, cache or cache_of())
 
 
@@ -54,6 +58,7 @@ def configurations(role):
     refused(lambda: connector(role, ranks, split), "spread over 2 ranks")
     refused(lambda: connector(role, split={"enable_dbo": True}), "2 microbatches")
     refused(lambda: connector(role, split={"ubatch_size": 3}), "3 microbatches")
+    refused(lambda: connector(role, engine={"scheduler_cls": AnotherScheduler}), "AnotherScheduler")
     refused(lambda: connector(role, kv_load_failure_policy="fail"), 'must be "recompute"')
     refused(lambda: connector(role, kv_connector_extra_config={"dri": "/typo"}), "dri")
 

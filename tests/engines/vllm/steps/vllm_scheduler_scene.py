@@ -8,7 +8,7 @@ Asserts for itself.
 """
 
 import sys
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from kvclient.integrations.vllm import connector
 from tests.engines.vllm.steps.vllm_halves import PROMPT, TOKENS, client, put, request
 from tests.engines.vllm.vllm_identities import cache_of, config_of
 
@@ -115,10 +116,23 @@ def who_shares_blocks_that_did_not_come_computes_them_too():
     assert scheduled == {beside.request_id: FULL * TOKENS, behind.request_id: 3}, scheduled
 
 
+def without_the_scheduler_vllm_computes_the_first_again():
+    """A call that comes from elsewhere does not end the engine."""
+    vllm, asked = Vllm(Scheduler), request(PROMPT[: FULL * TOKENS + 9])
+    vllm.add(asked)
+    vllm.store(asked, FULL)
+    output = vllm.schedule()
+    with patch.object(connector, "_vllms_scheduler", lambda: None):
+        vllm.ran(output, {asked.request_id: 7}, failed=loaded(output)[1:2])
+    assert list(asked.output_token_ids) == []
+    assert vllm.schedule().num_scheduled_tokens == {asked.request_id: (FULL - 1) * TOKENS + 9}
+
+
 for scene in (
     a_step_sent_ahead_of_a_failed_load_delivers_nothing,
     a_request_that_is_preempted_before_its_load_has_failed_delivers_nothing,
     who_shares_blocks_that_did_not_come_computes_them_too,
+    without_the_scheduler_vllm_computes_the_first_again,
 ):
     scene()
 print("PASSED", flush=True)
