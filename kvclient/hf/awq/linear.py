@@ -86,7 +86,7 @@ class AwqLinear(torch.nn.Module):
         """Of a CPU: the words are read in their order from here on, where there are kernels for it. Into
         other memory, before anybody watches the model.
         """
-        fits = self.qweight.device.type == "cpu" and fits_panels(self.group) and cpu_kernels()
+        fits = self.qweight.is_cpu and fits_panels(self.group) and cpu_kernels()
         if fits and not self._in_lanes and not in_panels(self.qweight):
             self.qweight = to_panels(self.qweight)
 
@@ -111,7 +111,8 @@ class AwqLinear(torch.nn.Module):
     def _fits_cpu(self, x: torch.Tensor) -> bool:
         """Whether native/cpu takes this x: of a type that fp32 holds, and nothing to be traced."""
         return (
-            x.device.type == self.qweight.device.type == "cpu"
+            x.is_cpu
+            and self.qweight.is_cpu  # not a streamed one outside of its turn
             and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
             and x.numel() > 0
             and not self._in_lanes

@@ -18,6 +18,7 @@ from kvclient.hf.awq.packing import mark_panels
 from kvclient.hf.streaming.files.index import ALIGNMENT, Part, Stored
 
 Place = tuple[torch.nn.Module, str, torch.Tensor]
+CPU, META = torch.device("cpu"), torch.device("meta")
 MOVES = ("to", "cpu")
 WRITES = re.compile(r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_")
 CHANGE_NOTHING = ("requires_grad_", "detach_")
@@ -26,8 +27,14 @@ CHANGE_NOTHING = ("requires_grad_", "detach_")
 class Away(torch.Tensor):
     """A weight that has no memory now (torch's "meta"). Numbers that meet it are an error: torch itself would
     multiply them by what lies in memory that it does not fill. So is writing into it, which nobody would see.
-    It is on the CPU already for whoever moves a model there.
+    It is on the CPU already for whoever moves a model there, or asks where to put tokens or an adapter.
     """
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where its memory is in its turn, if that is known."""
+        found: torch.device = self.__dict__.get("_comes_to", META)
+        return found
 
     @classmethod
     def __torch_function__(
@@ -57,7 +64,7 @@ class Away(torch.Tensor):
 
 def _moved(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Where to and to which type; None: as it is. Raises TypeError where it is told more."""
-    return (torch.device("cpu"), None) if name == "cpu" else torch._C._nn._parse_to(*args, **kwargs)[:2]
+    return (CPU, None) if name == "cpu" else torch._C._nn._parse_to(*args, **kwargs)[:2]
 
 
 def _is_there(value: Any) -> bool:
@@ -67,11 +74,15 @@ def _is_there(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, Away) and not value.is_meta
 
 
-def away(shape: Sequence[int], dtype: torch.dtype, is_parameter: bool = True) -> Away:
-    """A weight of that shape without memory."""
+def away(
+    shape: Sequence[int], dtype: torch.dtype, is_parameter: bool = True, device: torch.device | None = None
+) -> Away:
+    """A weight of that shape without memory. device: where it has some in its turn."""
     made = torch.Tensor._make_subclass(Away, torch.empty(shape, dtype=dtype, device="meta"))
     if is_parameter:
         made._is_param = True
+    if device is not None:
+        made._comes_to = device
     return made
 
 
@@ -144,7 +155,7 @@ def without(layer: torch.nn.Module, part: Part, dtype: torch.dtype) -> Iterator[
     for stored in part.tensors:
         owner, _, attribute = stored.name.rpartition(".")
         module = layer.get_submodule(owner)
-        made = away(stored.shape, _kind(stored, dtype), attribute not in module._buffers)
+        made = away(stored.shape, _kind(stored, dtype), attribute not in module._buffers, CPU)
         yield module, attribute, made
 
 

@@ -19,7 +19,7 @@ from kvclient.hf.awq.head import Head, multiply
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
 from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
 from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
-from kvclient.hf.streaming.weights.places import Away, away, changed
+from kvclient.hf.streaming.weights.places import CPU, Away, away, changed
 
 ROWS_BYTES = 32 << 20  # of an embedding, in memory at one time
 
@@ -43,7 +43,7 @@ def check(module: torch.nn.Module, table: Table) -> None:
 
 def empty(table: Table) -> Any:
     """A parameter of the table's shape and dtype without memory."""
-    return away(table.shape, getattr(torch, table.dtype))
+    return away(table.shape, getattr(torch, table.dtype), device=CPU)
 
 
 class StreamedEmbedding:

@@ -66,6 +66,14 @@ def test_a_call_that_ctrl_c_ends_leaves_them_nothing(model):
         assert module.weight.is_meta
 
 
+def test_a_model_is_where_its_tokens_are_wanted(model):
+    """It said "meta": so did what a stranger's program had moved there, and drafts of transformers' own."""
+    assert model.device == IDS.device == model.model.layers[1].mlp.up_proj.weight.device
+    asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    want = model.generate(IDS.to(model.device), **asked)
+    assert torch.equal(model.generate(IDS, prompt_lookup_num_tokens=3, **asked), want)
+
+
 def test_a_weight_that_is_put_in_its_place_is_an_error(model):
     """The next call would compute without it. Each other's they may have, as tie_weights() gives them."""
     want, modules = model(IDS).logits, (model.get_input_embeddings(), model.get_output_embeddings())
