@@ -68,9 +68,9 @@ def digest_weights(model: torch.nn.Module) -> bytes:
     if streams is None:
         return _digest_tensors(named, panels)
     moving = {(id(module), attribute) for module, attribute in streams.moving()}
-    if not streams.digests:  # one pass over what lies on the disk; each load is verified since
-        streams.digests = _digest_streamed(streams, moving)
     keys = {name: key for name, key in _places(model).items() if key in moving}
+    if not streams.digests.keys() >= set(keys.values()):  # once, or where a module was put back since
+        streams.digests |= _digest_streamed(streams, moving)  # each load is verified from then on
     rows = _digest_rows([(name, tensor) for name, tensor in named if name not in keys], panels)
     rows += [[name, *streams.digests[key]] for name, key in keys.items()]
     return hashlib.sha256(encode(sorted(rows))).digest()

@@ -53,7 +53,12 @@ class Away(torch.Tensor):
                 "a streamed weight has memory only while its layer, embedding or head is called: "
                 "call the layer, not a part of it"
             )
-        return super().__torch_function__(function, types, args, kwargs)
+        if name == "__bool__":  # torch answers no, of numbers that are not there
+            raise InvalidArgument("a streamed weight has numbers while its layer is called: none to compare")
+        found = super().__torch_function__(function, types, args, kwargs)
+        if isinstance(found, Away) and args and isinstance(args[0], Away):
+            found._comes_to = args[0].device  # a view of it, as detach() gives it, is where it is
+        return found
 
     def __deepcopy__(self, _memo: Any) -> Away:
         return self  # nothing of it is anybody's

@@ -153,6 +153,27 @@ def test_modules_that_are_put_round_or_elsewhere_count(streamed, resident, chang
     assert identities[:2] == identities[2:] and identities[0] != identities[1]
 
 
+def test_a_module_that_is_put_back_has_its_identity_again(streamed):
+    """Where what is read was digested first while it was away."""
+    mlp, identities = streamed.model.layers[2].mlp, []
+    was = mlp.down_proj
+    with kvclient.InMemoryClient(8 << 20) as client:
+        for _ in range(2):
+            _other_layer(streamed)
+            for now in (mlp.down_proj, was):
+                mlp.down_proj = now
+                with kvclient.hf.attach(streamed, client, block_tokens=16, self_test=False) as kv:
+                    identities.append(kv.identity)
+    assert identities[:2] == identities[2:] and identities[0] != identities[1]
+
+
+def test_weights_without_numbers_are_not_compared(streamed):
+    weight = _norm(streamed).weight
+    with pytest.raises(InvalidArgument, match="none to compare"):
+        bool((weight == weight).all())
+    assert weight.device == weight.data.device == weight.detach().device == torch.device("cpu")
+
+
 def test_to_where_it_is_a_model_may_be_moved(streamed, resident):
     streamed.to("cpu").cpu().to(streamed.dtype).to(device="cpu", dtype=streamed.dtype).requires_grad_(False)
     assert torch.equal(logits(streamed), logits(resident))
