@@ -38,7 +38,9 @@ def takes(cache: Any, layers: int, shape: tuple[int, int], dtype: torch.dtype) -
     """How many tokens such a cache holds, of one row, alike in all layers, each of shape (heads, head_dim);
     0: none, or it is another.
     """
-    if len(cache.layers) != layers or not cache.layers[0].is_initialized:
+    if len(cache.layers) != layers or type(cache.layers[0]) is not DynamicLayer:
+        return 0
+    if not cache.layers[0].is_initialized:
         return 0
     tokens = cache.layers[0].keys.shape[2] if cache.layers[0].keys.ndim == 4 else 0
     wanted = (1, shape[0], tokens, shape[1])

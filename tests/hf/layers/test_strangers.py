@@ -13,6 +13,10 @@ import torch
 import transformers
 
 from kvclient.hf import layers
+from kvclient.hf.attention import switch
+from kvclient.hf.layers import appended, kinds, stack
+from kvclient.hf.release import CACHE
+from tests.hf.layers.test_decoder import made
 from tests.hf.zoo import build, prompt
 
 
@@ -256,3 +260,32 @@ def test_a_view_of_other_signs_is_what_it_says():
     wanted = module(x)
     layers.install(module)
     assert off(module(x), wanted) < 1e-5
+
+
+@pytest.mark.skipif(not appended.known() or kinds.model(made().model) is None, reason="left to torch")
+def test_layers_that_keep_their_tensors_elsewhere_are_asked(monkeypatch):
+    """As those of a window do: in a stock cache, and their keys are no tensor."""
+
+    class Elsewhere(transformers.cache_utils.DynamicLayer):
+        def update(self, *states, **more):
+            if self.is_initialized:
+                self.keys, self.values = self.held
+            self.held = super().update(*states, **more)
+            self.keys = self.values = None
+            return self.held
+
+        def get_seq_length(self):
+            return self.held[0].shape[2] if self.is_initialized else 0
+
+    def said(model):
+        cache = transformers.DynamicCache(config=model.config)
+        cache.layers = [Elsewhere() for _ in cache.layers]
+        with torch.no_grad():
+            return [model(input_ids=ids, **{CACHE: cache}).logits for ids in (prompt(10), prompt(1))]
+
+    model, seen = made(), []
+    assert layers.install(model) and switch.install(model)
+    monkeypatch.setattr(stack.Step, "__call__", lambda *_: seen.append(1))
+    found = said(model)
+    del model.model.__dict__["forward"]
+    assert all(map(torch.equal, found, said(model))) and not seen
