@@ -229,12 +229,14 @@ class Asking:
         return messages_as_chat(request, OPEN in str(getattr(self.tokenizer, "chat_template", "")))
 
     def tokenized(self, asked: TokenizeRequest) -> list[int]:
-        """The ids of a text or a chat. Raises ApiError where there is neither."""
+        """The ids of a text or a chat. Raises ApiError where there is neither, or more than one."""
+        told = [text for text in (asked.prompt, asked.content, asked.messages) if text is not None]
+        if len(told) != 1:
+            text = "one of prompt, content and messages is needed"
+            raise ApiError(400, f"{text}; {len(told)} are there", param="prompt")
         if asked.messages is not None:
             return self.chat_tokens(asked.messages)
-        text = asked.prompt if asked.prompt is not None else asked.content
-        if text is None:
-            raise ApiError(400, "prompt or messages is needed", param="prompt")
+        text = asked.prompt if asked.prompt is not None else asked.content or ""
         text.encode()
         return list(self.tokenizer(text, add_special_tokens=asked.add_special_tokens)["input_ids"])
 

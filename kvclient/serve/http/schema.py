@@ -93,6 +93,8 @@ class Common(Strict):
         stops = [value] if isinstance(value, str) else value or []
         if len(stops) > MOST_STOPS or any(len(stop) > MOST_STOP_CHARS for stop in stops):
             raise ValueError(f"at most {MOST_STOPS} stop strings of {MOST_STOP_CHARS} characters")
+        if "" in stops:
+            raise ValueError("a stop string of no characters")
         return stops
 
     @field_validator("logit_bias")

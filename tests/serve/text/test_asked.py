@@ -88,6 +88,8 @@ def test_what_is_null_is_not_said_and_what_changes_nothing_is_taken(path, asked)
         (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "messages", "wants content"),
         (CHAT, {"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages", "wants content"),
         (CHAT, {"messages": SAID, "stop": 5}, "stop", "string"),
+        (CHAT, {"messages": SAID, "stop": ["a", ""]}, "stop", "no characters"),
+        ("/tokenize", {"prompt": "x", "messages": SAID}, "prompt", "2 are there"),
         (CHAT, {"messages": SAID, "logit_bias": {"abc": 1}}, "logit_bias.abc", "integer"),
         (CHAT, {"messages": SAID, "tool_choice": "any"}, "tool_choice", "'required'"),
         (CHAT, {"messages": SAID, "modalities": ["audio"]}, "modalities", "'text'"),

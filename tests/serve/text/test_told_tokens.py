@@ -107,6 +107,48 @@ def test_a_piece_of_a_character_is_told_as_its_own_bytes(word, text, wanted):
     assert wanted is None or bytes(wanted).decode(errors="replace") == text
 
 
+class Pieces:
+    """A character of three bytes, each a token; and one of one."""
+
+    words = "âĤ¬x"
+
+    def decode(self, ids, skip_special_tokens=True):
+        return bytes([[0xE2, 0x82, 0xAC, 0x78][token] for token in ids]).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, token):
+        return self.words[token]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_one_character_have_its_place_and_names_of_their_own(stream):
+    """They were "\ufffd" all, of which a list of the likeliest kept one, and what came behind them stood
+    too far back."""
+    run = Events(CompletionRequest(prompt=[3], max_tokens=4, logprobs=2))
+    run.asking.tokenizer, top = Pieces(), ((0, -1.0), (1, -2.0))
+    chosen = [Chosen(token, -1.0, top) for token in (0, 1, 2, 3)]
+    run.choices = [Choice(run._ask, text="€x", tokens=chosen, finish="length")]
+    if stream:
+        run.choices = [Choice(run._ask)]
+        pieces = zip(("", "", "€", "x"), chosen, strict=True)
+        events = [(0, Token(text, picked)) for text, picked in pieces]
+
+        async def told():
+            async def each():
+                for event in events:
+                    yield event
+
+            run.events = each
+            return [chunk["choices"][0]["logprobs"] async for chunk in completion_stream(run)]
+
+        parts = asyncio.run(told())
+        said = {name: [part[name][0] for part in parts] for name in parts[0]}
+    else:
+        said = completion_whole(run)["choices"][0]["logprobs"]
+    assert said["text_offset"] == [0, 0, 0, 1]
+    assert said["tokens"] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "x"]
+    assert said["top_logprobs"] == [{"bytes:\\xe2": -1.0, "bytes:\\x82": -2.0}] * 4
+
+
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-12, 1e-7])
 @pytest.mark.parametrize("more", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
 def test_the_coldest_temperatures_say_the_most_likely_token(temperature, more):

@@ -11,7 +11,8 @@ from typing import Any
 
 from kvclient.serve.engine.job import Done, Prompt, Token
 from kvclient.serve.engine.sampling import Chosen
-from kvclient.serve.http.answers.chat import wants_usage
+from kvclient.serve.engine.text import UNFINISHED, Text
+from kvclient.serve.http.answers.chat import token_bytes, wants_usage
 from kvclient.serve.http.answers.run import Choice, Run, head, new_id
 
 
@@ -25,25 +26,58 @@ def completion_whole(run: Run) -> dict[str, Any]:
         if choice.ask.echo:
             text = decode(choice.ask.prompt, skip_special_tokens=True) + text
         if choice.ask.sampling.logprobs is not None:
-            logprobs = listed(run, choice)
+            logprobs = listed(run, choice, behind(run, choice))
         choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish})
     return {**out, "choices": choices, "usage": run.usage(), "kv_reuse": run.reuse()}
 
 
-def listed(run: Run, choice: Choice, at: int = 0) -> dict[str, Any]:
-    """logprobs as /v1/completions has them, of the prompt's tokens too where it is echoed. at: characters of
-    the tokens before these."""
-    decode = run.asking.tokenizer.decode
+class Offsets:
+    """Where in a text each of its tokens begins; of the pieces of a character, where that does. at: the
+    characters before it.
+    """
+
+    def __init__(self, tokenizer: Any, at: int = 0) -> None:
+        self._text, self._at = Text(tokenizer), at
+
+    def of(self, token: int) -> int:
+        """The next token's."""
+        at = self._at
+        self._at += len(self._text.add(token))
+        return at
+
+
+def named(tokenizer: Any, token: int) -> str:
+    """Its text; of a piece of a character its bytes, as OpenAI's API has it: their text is one for all."""
+    text = str(tokenizer.decode([token]))
+    values = token_bytes(tokenizer, token, text) if UNFINISHED in text else None
+    if values is None or values == list(text.encode()):
+        return text
+    return "bytes:" + "".join(f"\\x{value:02x}" for value in values)
+
+
+def behind(run: Run, choice: Choice) -> Offsets:
+    """Of its answer."""
+    tokenizer, ask = run.asking.tokenizer, choice.ask
+    return Offsets(tokenizer, len(tokenizer.decode(ask.prompt, skip_special_tokens=True)) if ask.echo else 0)
+
+
+def listed(run: Run, choice: Choice, answer: Offsets) -> dict[str, Any]:
+    """logprobs as /v1/completions has them, of the prompt's tokens too where it is echoed. Of tokens that are
+    spelled alike the likeliest is told."""
+    tokenizer = run.asking.tokenizer
     rows: list[tuple[int, Chosen | None]] = []
+    offsets: list[int] = []
     if choice.ask.echo and choice.prompt is not None:
         rows += list(zip(choice.ask.prompt, choice.prompt.logprobs, strict=True))
+        offsets += map(Offsets(tokenizer).of, choice.ask.prompt)
     rows += [(chosen.token, chosen) for chosen in choice.tokens]
-    words = [decode([token]) for token, _ in rows]
-    offsets = []
-    for word in words:
-        offsets.append(at)
-        at += len(word)
-    tops = [{decode([token]): p for token, p in chosen.top} if chosen else None for _, chosen in rows]
+    offsets += [answer.of(chosen.token) for chosen in choice.tokens]
+    words = [named(tokenizer, token) for token, _ in rows]
+    tops = [
+        {named(tokenizer, token): p for token, p in reversed(chosen.top)} if chosen else None
+        for _, chosen in rows
+    ]
+    tops = [top and dict(reversed(top.items())) for top in tops]
     logprobs = [chosen.logprob if chosen else None for _, chosen in rows]
     return {"tokens": words, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
@@ -56,14 +90,12 @@ async def completion_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
         choice = {"index": index, "text": text, "logprobs": said, "finish_reason": finish}
         return {**base, "choices": [choice]}
 
-    told = [0] * len(run.choices)  # characters of the tokens whose logprobs were told
+    answers = [behind(run, choice) for choice in run.choices]
 
     def logprobs(index: int, piece: Choice) -> dict[str, Any] | None:
         if piece.ask.sampling.logprobs is None:
             return None
-        said = listed(run, piece, told[index])
-        told[index] += sum(map(len, said["tokens"]))
-        return said
+        return listed(run, piece, answers[index])
 
     async for index, event in run.events():
         choice = run.choices[index]
