@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from bench.serving.processes import Served
 from bench.serving.table import table
 
 OUT = ROOT / "bench" / "out"
+REST_S = 3.0  # behind which a server has nothing to compute for a while
 
 
 def main() -> int:
@@ -104,7 +106,9 @@ def _loads(
         out["c"] = loads.eight([server], named, prompts, seed, False)
     if "d" in wanted:
         out["d"] = {str(beside): loads.tiny(server, named, beside, 32) for beside in (1, 8, 32)}
-    out["pss_mib"], out["pool_mib"] = server.pss_mib()
+    out["pss_mib"], _ = server.pss_mib()
+    time.sleep(REST_S)
+    out["pss_at_rest_mib"], out["pool_mib"] = server.pss_mib()
     return out
 
 

@@ -24,6 +24,6 @@ def add(rounds: list[dict[str, Any]], row: dict[str, Any]) -> None:
     for other in same:
         if loads and not loads & other.keys() and "not_there" not in other:
             other.update({name: value for name, value in row.items() if name in loads or name not in other})
-            other["pss_mib"], other["pool_mib"] = row["pss_mib"], row["pool_mib"]
+            other.update({name: row[name] for name in ("pss_mib", "pss_at_rest_mib", "pool_mib")})
             return
     rounds.append({**row, "round": len(same)})

@@ -27,6 +27,7 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("d 8 at once: CPU ms a request", lambda r: r["d"]["8"]["cpu_ms"], ".0f"),
     ("PSS MiB before the loads", lambda r: r["pss_before_loads_mib"], ".0f"),
     ("PSS MiB behind them", lambda r: r["pss_mib"], ".0f"),
+    ("PSS MiB three seconds later", lambda r: r["pss_at_rest_mib"], ".0f"),
     ("of it the pool", lambda r: r["pool_mib"], ".0f"),
     ("start s", lambda r: r["start_s"], ".1f"),
 ]

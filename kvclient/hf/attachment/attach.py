@@ -157,6 +157,10 @@ class Attachment(Scoped):
         """The sums of all reports since attach: requests, hits, tokens, seconds, and bypasses by reason."""
         return self._totals.snapshot()
 
+    def give_back(self) -> None:
+        """Lets go of the memory that is kept for the next call's KV: for who will not ask again soon."""
+        self._memory.give_back()
+
     @property
     def last_here(self) -> Report | None:
         """The Report of this thread's last call, whatever others have asked meanwhile."""

@@ -299,11 +299,22 @@ class Memory:
                     array = np.frombuffer(spare.memory, np.uint8)
                     spare.handed = weakref.ref(array)
                     return array
+            # Of prompts that grow, one after the other, what each outgrew would stay beside the next's.
+            self._keep(lambda spare: not size <= spare.memory.nbytes * LOOSE < size * LOOSE)
             memory = memoryview(np.empty(size, dtype=np.uint8))
             array = np.frombuffer(memory, np.uint8)
             self._spare.append(_Spare(memory, weakref.ref(array)))
             self._shrink()
             return array
+
+    def give_back(self) -> None:
+        """Keeps none that nobody uses. The next request faults its memory in again."""
+        with self._lock:
+            self._keep(lambda _: False)
+
+    def _keep(self, wanted: Callable[[_Spare], bool]) -> None:
+        """Of what nobody uses only the wanted."""
+        self._spare = [spare for spare in self._spare if spare.handed() is not None or wanted(spare)]
 
     def _shrink(self) -> None:
         """Forgets the oldest memory beyond the bound. Who still uses some keeps it alive."""

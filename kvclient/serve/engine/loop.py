@@ -35,6 +35,7 @@ from kvclient.hf.speculation.cache import unfit
 from kvclient.serve.engine import thread
 from kvclient.serve.engine.drafting import Drafting, accept
 from kvclient.serve.engine.endings import Endings
+from kvclient.serve.engine.idle import Idle
 from kvclient.serve.engine.job import Done, Event, Failed, Job, Prompt, Token
 from kvclient.serve.engine.joining import Joining
 from kvclient.serve.engine.passes import Passes, cut_back
@@ -62,7 +63,7 @@ class Loop:
         sizes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
         self._endings = Endings(kv, self._as_asked, self._tell, self.counts)
         self._fixed = {"device": str(model.device), **sizes}
-        self._closed = False
+        self._closed, self._idle = False, Idle(kv, self.counts)
         self._thread = thread.start(self._run, "kvclient-serve-loop")
 
     # ---------------------------------------------------------------- other threads
@@ -137,6 +138,7 @@ class Loop:
             try:
                 news = self._news.get(block=block, timeout=1.0 if block else None)
             except queue.Empty:
+                self._idle() if block else None
                 return True
             if news is None:
                 return False

@@ -283,6 +283,20 @@ def test_memory_is_used_again_only_when_nobody_holds_it(fewer, monkeypatch):
     assert memory.take(100).nbytes == 100, "a large array for a small need"
 
 
+def test_what_requests_outgrew_is_not_kept_nor_what_nobody_uses_for_ever():
+    memory = Memory()
+    kept = lambda: sorted(spare.memory.nbytes for spare in memory._spare)  # noqa: E731
+    held = memory.take(900)
+    for size in (300, 1000, 1100, 1200):  # each but the first would do in the place of those before it
+        memory.take(size)
+    assert kept() == [300, 900, 1200]
+    memory.give_back()
+    assert kept() == [900], "whose array is held"
+    del held
+    memory.give_back()
+    assert kept() == []
+
+
 def test_the_caches_of_two_calls_share_nothing(model, client):
     ids = prompt(70)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK):

@@ -1,11 +1,12 @@
-"""Proves what many small requests in one step share: the look whether the model was changed; and that a tail
-which is there is not asked for again.
+"""Proves what many small requests in one step share: the look whether the model was changed; that a tail
+which is there is not asked for again; and that a loop without work keeps no memory for requests to come.
 
 Method: real loops on a tiny model beside the in-memory store; calls are counted, and the model is changed
 between two steps.
 """
 
 import queue
+import time
 
 import pytest
 import torch
@@ -72,3 +73,16 @@ def test_a_tail_that_is_there_is_not_asked_for(served, monkeypatch):
     again = asked(loop, [text])[0]
     assert again.first.cached_tokens == BLOCK + 19, "the answer before left all but the prompt's last"
     assert len(made) <= 1, "but for the answer's own there is nothing new"
+
+
+def test_a_loop_without_work_keeps_no_memory_for_requests_to_come(served, monkeypatch):
+    """150 MiB of a server of SmolLM2 were such, behind eight prompts of a thousand tokens."""
+    _, _, loop = served
+    memory, taken = loop._kv._memory, []
+    take = memory.take
+    monkeypatch.setattr(memory, "take", lambda size: taken.append(size) or take(size))
+    asked(loop, [prompt(300)])
+    deadline = time.monotonic() + 60
+    while memory._spare and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert taken and not memory._spare

@@ -36,7 +36,7 @@ def test_prompts_have_their_length_and_each_seed_its_own(tokens):
 
 
 LONG = {"cold": {"ttft_s": 4.0}, "warm": {"ttft_s": 0.2}}
-PSS = {"pss_mib": 9.0, "pool_mib": 1.0}
+PSS = {"pss_mib": 9.0, "pss_at_rest_mib": 8.0, "pool_mib": 1.0}
 TINY = {str(n): {"ttft_p50_s": 0.1 * n} for n in (1, 8, 32)}
 
 
