@@ -16,6 +16,7 @@ namespace fs = std::filesystem;
 using test::DiskRig;
 using test::eventually;
 using test::key;
+using test::kFewDirectories;
 
 // Passes everything on, and says that nothing is done while `stuck`.
 class StuckEngine final : public Engine {
@@ -61,7 +62,7 @@ struct TwoDirectories {
     stuck = false;
     ::eventfd_write(event, 1);
   }
-  bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), {})); }
+  bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), kFewDirectories)); }
 
   std::atomic<bool> stuck{false};
   int event = -1;

@@ -41,10 +41,11 @@ namespace fs = test::fs;
 using test::DiskRig;
 using test::eventually;
 using test::key;
+using test::kFewDirectories;
 
 uint32_t expiry_on_disk(const DiskRig& rig) {
   alignas(FileHeader) std::byte page[kBlockFileHeaderBytes] = {};
-  const Fd fd(::open((rig.directory + "/" + path_of(key(1), {})).c_str(), O_RDONLY));
+  const Fd fd(::open((rig.directory + "/" + path_of(key(1), kFewDirectories)).c_str(), O_RDONLY));
   CHECK_EQ(::read(fd.get(), page, sizeof page), static_cast<ssize_t>(sizeof page));
   return reinterpret_cast<const FileHeader*>(page)->expiry_s;
 }
@@ -138,7 +139,7 @@ TEST(files_of_a_clock_that_ran_a_day_ahead_make_way_for_new_ones) {
   DiskRig rig(kFiles * 17 * kPageBytes);
   const auto lying = [&](uint64_t from, uint64_t count) {
     uint64_t out = 0;
-    for (uint64_t i = from; i < from + count; ++i) out += fs::exists(rig.directory + "/" + path_of(key(i), {}));
+    for (uint64_t i = from; i < from + count; ++i) out += fs::exists(rig.directory + "/" + path_of(key(i), kFewDirectories));
     return out;
   };
   const auto put_some = [&](uint64_t from, uint64_t count) {

@@ -17,12 +17,13 @@ namespace {
 using test::eventually;
 using test::HookedRig;
 using test::key;
+using test::kFewDirectories;
 
 constexpr uint64_t kOld = 5, kNew = 10;
 
 void date(HookedRig& rig, uint64_t number, int64_t ahead_s) {
   const timespec times[2] = {{0, UTIME_OMIT}, {::time(nullptr) + ahead_s, 0}};
-  CHECK_EQ(::utimensat(AT_FDCWD, (rig.directory + "/" + path_of(key(number), {})).c_str(), times, 0), 0);
+  CHECK_EQ(::utimensat(AT_FDCWD, (rig.directory + "/" + path_of(key(number), kFewDirectories)).c_str(), times, 0), 0);
 }
 
 // Five blocks on disk, flushed without effect on the files, and one more behind it.

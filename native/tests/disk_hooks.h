@@ -121,7 +121,7 @@ struct HookedRig : DiskRig {
   // Files that have a block's name and length and nothing in them: the tier goes by names and lengths until it loads.
   void make_files(uint64_t from, uint64_t count) {
     for (uint64_t i = from; i < from + count; ++i) {
-      const Fd fd(::open((directory + "/" + path_of(key(i), {})).c_str(), O_CREAT | O_WRONLY, 0600));
+      const Fd fd(::open((directory + "/" + path_of(key(i), kFewDirectories)).c_str(), O_CREAT | O_WRONLY, 0600));
       KV_INVARIANT(fd && ::ftruncate(fd.get(), kFileBytes) == 0);
     }
   }

@@ -15,6 +15,7 @@ using test::eventually;
 using test::Gate;
 using test::HookedRig;
 using test::key;
+using test::kFewDirectories;
 
 constexpr uint64_t kFirst = 10'000;
 
@@ -55,7 +56,7 @@ TEST(a_hint_that_is_waited_for_is_a_hint_no_more) {
   CHECK_EQ(held.rig.tier->stats().loads_waiting, 30u);
   held.release();
   CHECK_EQ(held.opened.size(), 31u);
-  CHECK_EQ(held.opened[1], path_of(key(kFirst + 30), {}));
+  CHECK_EQ(held.opened[1], path_of(key(kFirst + 30), kFewDirectories));
 }
 
 TEST(a_queue_full_of_hints_refuses_nobody_who_waits) {
@@ -68,7 +69,7 @@ TEST(a_queue_full_of_hints_refuses_nobody_who_waits) {
   CHECK_EQ(held.rig.tier->stats().loads_waiting, kFull);
   CHECK_EQ(held.rig.tier->promote(key(kFirst + kFull), 0), Presence::OnDisk);  // the last of the hints
   held.release();
-  CHECK_EQ(held.opened[1], path_of(key(late), {}));
+  CHECK_EQ(held.opened[1], path_of(key(late), kFewDirectories));
 }
 
 TEST(a_read_waits_for_no_step_of_a_write_that_has_not_begun) {

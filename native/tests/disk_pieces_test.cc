@@ -80,6 +80,7 @@ class Rig {
                                    std::make_unique<CuttingEngine>(std::move(choice.engine), segments_.pool.get(), cut)});
     options.quota_bytes = 1 << 30;
     options.huge_pool = huge_pool;
+    options.fanout = test::kFewDirectories;
     tier = std::make_unique<DiskTier>(*store, std::move(options));
     tier->start();
     KV_INVARIANT(eventually([&] { return !tier->stats().indexing; }));
@@ -151,7 +152,8 @@ class Rig {
     return layout_;
   }
   void flip(uint64_t number, uint64_t at) {
-    std::fstream file(fs::path(directory_.path) / path_of(key(number), {}), std::ios::in | std::ios::out | std::ios::binary);
+    const fs::path path = fs::path(directory_.path) / path_of(key(number), test::kFewDirectories);
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(static_cast<std::streamoff>(kBlockFileHeaderBytes + at));
     const char old = static_cast<char>(file.get());
     file.seekp(static_cast<std::streamoff>(kBlockFileHeaderBytes + at));

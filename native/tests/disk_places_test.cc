@@ -17,6 +17,7 @@ using test::DiskRig;
 using test::eventually;
 using test::HookedRig;
 using test::key;
+using test::kFewDirectories;
 
 bool tells(DiskRig& rig, std::string_view text) {
   for (const auto& condition : rig.tier->conditions())
@@ -178,7 +179,7 @@ TEST(a_deleted_block_does_not_come_back_from_where_nobody_looks) {
   CHECK(rig.store->remove(key(2000)));
   rig.store->settle();
   CHECK(eventually([&] { return rig.files().size() == 4; }));
-  rig.also = [before = rig.also](DiskTier::Options& options) { before(options), options.fanout = {}; };
+  rig.also = [before = rig.also](DiskTier::Options& options) { before(options), options.fanout = kFewDirectories; };
   rig.stop();
   rig.hooks.remove = nullptr;
   rig.start(true);

@@ -15,6 +15,7 @@ using test::DiskRig;
 using test::eventually;
 using test::HookedRig;
 using test::key;
+using test::kFewDirectories;
 
 constexpr uint64_t kMany = 9000;                                // more than the tier lists at once, twice
 constexpr uint64_t kRoomy = 2 * kMany * HookedRig::kFileBytes;  // a quota
@@ -42,7 +43,7 @@ TEST(a_file_that_cannot_be_removed_is_tried_again) {
   rig.tier.reset();
   rig.make_files(10'000, 200);
   rig.start_tier();
-  const std::string bad = path_of(key(10'007), {});
+  const std::string bad = path_of(key(10'007), kFewDirectories);
   std::atomic<uint64_t> tries{0};
   rig.hooks.remove = [&](const std::string& path) { return path == bad && ++tries < 3 ? -EPERM : 0; };
   rig.store->flush();

@@ -23,6 +23,7 @@ namespace fs = std::filesystem;
 using test::DiskRig;
 using test::eventually;
 using test::key;
+using test::kFewDirectories;
 using test::kMiB;
 
 TEST(a_block_used_twice_comes_back_after_eviction) {
@@ -72,7 +73,7 @@ TEST(a_warm_restart_keeps_what_it_knew_of_the_disk) {
   rig.fill(1000);
   CHECK_EQ(rig.presence(1), Presence::OnDisk);
   CHECK(rig.load(2));
-  const fs::path gone = fs::path(rig.directory) / path_of(key(1), {});
+  const fs::path gone = fs::path(rig.directory) / path_of(key(1), kFewDirectories);
   rig.restart(true);
   CHECK_EQ(rig.presence(1), Presence::OnDisk);
   CHECK(rig.on_disk_as_well(2));
@@ -129,14 +130,14 @@ TEST(a_changed_file_is_a_miss_and_goes) {
   for (uint64_t i = 1; i <= 12; ++i) CHECK(rig.put_on_disk(i));
   rig.fill(1000);
   for (uint64_t i = 1; i <= 12; ++i) {
-    const fs::path path = fs::path(rig.directory) / path_of(key(i), {});
+    const fs::path path = fs::path(rig.directory) / path_of(key(i), kFewDirectories);
     const uint64_t size = fs::file_size(path);
     if (i == 1) {
       fs::resize_file(path, size / 2);
     } else if (i == 2) {
       fs::resize_file(path, 0);
     } else if (i == 3) {
-      fs::copy_file(fs::path(rig.directory) / path_of(key(4), {}), path, fs::copy_options::overwrite_existing);
+      fs::copy_file(fs::path(rig.directory) / path_of(key(4), kFewDirectories), path, fs::copy_options::overwrite_existing);
     } else if (i == 12) {
       CHECK(fs::remove(path));
     } else {
@@ -152,7 +153,7 @@ TEST(a_changed_file_is_a_miss_and_goes) {
     CHECK_EQ(rig.presence(i), Presence::OnDisk);
     CHECK(!rig.load(i));
     CHECK_EQ(rig.presence(i), Presence::Missing);
-    CHECK(!fs::exists(fs::path(rig.directory) / path_of(key(i), {})));
+    CHECK(!fs::exists(fs::path(rig.directory) / path_of(key(i), kFewDirectories)));
   }
   CHECK_EQ(rig.tier->stats().corrupt, 11u);
   CHECK_EQ(rig.tier->stats().load_misses, 1u);

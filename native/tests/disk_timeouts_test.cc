@@ -15,6 +15,7 @@ using test::eventually;
 using test::HookedFiles;
 using test::Hooks;
 using test::key;
+using test::kFewDirectories;
 
 // The first directory's calls are hooked; a block's home is by its key, so there are blocks of either.
 struct TwoDirectories {
@@ -39,7 +40,7 @@ struct TwoDirectories {
     DiskTierTest::call_timeout(*rig.tier, 60'000), DiskTierTest::hangs_after(*rig.tier, 60'000);
     open = true;
   }
-  bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), {})); }
+  bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), kFewDirectories)); }
   uint64_t first_of(bool other_directory) {
     uint64_t i = 0;
     while (in_other(i) != other_directory) ++i;
@@ -137,7 +138,7 @@ TEST(a_removal_that_does_not_return_is_made_once_it_does) {
   CHECK_EQ(rig.presence(stuck), Presence::Missing);
   CHECK(two.writes(9000));
   two.go_on();
-  CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(stuck), {})); }));
+  CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(stuck), kFewDirectories)); }));
   CHECK(eventually([&] { return rig.tier->conditions().empty() && rig.presence(stuck) == Presence::Missing; }));
 }
 
@@ -154,7 +155,7 @@ TEST(a_directory_that_answers_after_the_start_holds_up_no_other_and_joins) {
   CHECK(rig.store->remove(key(read)) && rig.store->remove(key(deleted)));
   CHECK(eventually([&] { return !two.in_other(read); }));
   rig.tier->open(0, std::move(two.late));
-  CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(deleted), {})); }));
+  CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(deleted), kFewDirectories)); }));
   CHECK_EQ(rig.presence(deleted), Presence::Missing);
   CHECK(eventually([&] { return rig.tier->promote(key(late), 35) == Presence::Pending; }));
   CHECK(eventually([&] { return rig.presence(late) == Presence::Resident; }) && rig.right(late));
@@ -185,7 +186,7 @@ TEST(a_listing_that_does_not_return_holds_up_no_other_directory) {
   CHECK(eventually([&] { return !two.in_other(read); }));
   two.go_on();
   CHECK(eventually([&] { return rig.tier->conditions().empty() && !rig.tier->stats().indexing; }));
-  CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(deleted), {})); }));
+  CHECK(eventually([&] { return !fs::exists(fs::path(rig.directory) / path_of(key(deleted), kFewDirectories)); }));
   CHECK_EQ(rig.presence(deleted), Presence::Missing);
   CHECK(rig.right(stuck));
   CHECK(eventually([&] { return rig.tier->stats().bytes == rig.bytes_on_disk() + two.other.bytes_on_disk(); }));

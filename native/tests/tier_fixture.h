@@ -17,6 +17,8 @@ namespace kv::test {
 
 namespace fs = std::filesystem;
 
+inline constexpr Fanout kFewDirectories{1, 1};  // sixteen, not 272 as a daemon's, to make and to remove
+
 inline constexpr uint64_t kMiB = 1 << 20;
 
 // A store of 64 blocks of 64 KiB (four layers) in 4 MiB, and a tier in a directory of its own: in the working directory, as
@@ -50,6 +52,7 @@ class DiskRig {
     Choice choice = choose_engine(directory, 8);
     options.directories.push_back({directory, std::make_unique<RealFiles>(directory, choice.direct), std::move(choice.engine)});
     options.quota_bytes = quota_;
+    options.fanout = kFewDirectories;
     if (also) also(options);
     tier = std::make_unique<DiskTier>(*store, std::move(options));
   }

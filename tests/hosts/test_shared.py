@@ -122,11 +122,11 @@ def link(path):
 
 
 def other_block(path):
-    shutil.copyfile(next(file for file in sorted(path.parents[3].rglob("*.kv")) if file != path), path)
+    shutil.copyfile(next(file for file in sorted(path.parents[2].rglob("*.kv")) if file != path), path)
 
 
 def unreadable_directory(path):
-    path.parents[2].chmod(0o777)  # somebody else could have put it there
+    path.parents[1].chmod(0o777)  # somebody else could have put it there
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def grow(path: Path, choose: random.Random) -> None:
 
 def foreign(path: Path, choose: random.Random) -> None:
     """The whole of another block, under this one's name."""
-    other = choose.choice(list(path.parents[2].rglob("*.kv")))
+    other = choose.choice(list(path.parents[1].rglob("*.kv")))
     path.write_bytes(other.read_bytes())
 
 
