@@ -131,7 +131,7 @@ constexpr uint32_t kLargeLayers = 8, kLargeTokens = 8;
 
 // One that has a block of 32 MiB, or asks for it.
 struct LargeHost : Rig {
-  LargeHost() : Rig(80 << 20, 64), window(*store, true) {}
+  explicit LargeHost(uint64_t bytes = 80 << 20) : Rig(bytes, 64), window(*store, true) {}
   void fill() {
     const uint32_t id = store->register_layout(layout_blob(kLargeLayers, 512 << 10, kLargeTokens, kMetaBytes));
     const CreateItem item{.key = key(kNumber), .tokens = kLargeTokens};
@@ -180,7 +180,7 @@ uint32_t layers_sent(Store& store, const Window& window, bool half) {
 
 // Fails if a large block comes over one connection. Who is to bring the second half may be late, so it may take a few.
 TEST(two_connections_bring_half_of_a_large_block_each) {
-  LargeHost here, there;
+  LargeHost here, there(288 << 20);  // of a quarter of which two connections may hold what they send
   there.fill();
   peer::Server server({.node = "a", .address = "127.0.0.1", .peers = {"b"}});
   server.share(*there.store, kSalt);
@@ -278,6 +278,36 @@ TEST(halves_of_two_copies_are_not_put_together) {
     if (piece.head.kind == static_cast<uint16_t>(Kind::Layer)) piece.payload[0] ^= std::byte{1};
   }
   CHECK(hosts.lie(joined(hosts.honest->first), joined(other)).outcome == Outcome::Open);
+}
+
+// Fails if two hosts, or one that was started anew without its pool, number their copies alike: each begins at the same record.
+TEST(copies_in_two_pools_have_other_numbers) {
+  const auto number = [] {
+    AnswerHost host;
+    host.fill(kSix);
+    Pair pair;
+    std::jthread sending([&] {
+      peer::Channel channel(std::move(pair.near));
+      peer::Admission admission;
+      const Key wanted = key(kNumber);
+      peer::BlockSender(*host.store, host.window, admission, channel, "b").answer(kRequest, {&wanted, 1}, kMiddle, true);
+    });
+    peer::Channel channel(std::move(pair.far));
+    for (;;) {
+      const Frame head = channel.take_head();
+      channel.skip(head.bytes);
+      if (head.kind == static_cast<uint16_t>(Kind::Meta)) return head.layer;
+    }
+  };
+  CHECK(number() != number());
+}
+
+// Fails if a connection that stands still takes with it a block that another has half of.
+TEST(a_second_half_that_stands_still_is_asked_for_on_the_first_connection) {
+  Hosts hosts;
+  const Bytes second = joined(hosts.honest->second);
+  const Bytes begun(second.begin(), second.end() - 300);
+  CHECK(hosts.lie(joined(hosts.honest->first), begun, {.second_stands_still = true}).outcome == Outcome::Fetched);
 }
 
 // Fails if the memory of a block is given back while somebody may still write its second half there, or if nobody is told to

@@ -17,8 +17,13 @@ constexpr uint64_t kLongestMs = 120'000;  // for which the next layer of blocks 
 constexpr uint64_t kLoadMs = 5000;        // for which one that lies on disk, or has no turn, is waited for
 constexpr uint64_t kLoadLookUs = 500;     // of which nobody says that it has come
 
-// Of what lies in that record since it was last taken: another for any other copy of the block that there was or will be.
-uint32_t number_of(const Handle& handle) { return handle.record * 0x9e3779b1u ^ static_cast<uint32_t>(handle.generation); }
+// Of what lies in that record since it was last taken: another for any other copy of the block that there was or will be, here or
+// in another pool.
+uint32_t number_of(const Store& store, const Handle& handle) {
+  uint32_t pool;
+  std::memcpy(&pool, store.header().pool_id, sizeof pool);
+  return pool ^ handle.record * 0x9e3779b1u ^ static_cast<uint32_t>(handle.generation);
+}
 }  // namespace
 
 struct BlockSender::Block {
@@ -228,7 +233,7 @@ void BlockSender::send_meta(Block& block) {
   block.meta_sent = true, block.meta_crc = crc;
   Frame head = frame(Kind::Meta, block);
   head.payload_crc = crc;
-  if (half_) head.layer = number_of(block.job->handle);
+  if (half_) head.layer = number_of(store_, block.job->handle);
   channel_.put_summed(head, meta);
   sent_.bytes += meta.size();
 }

@@ -24,7 +24,7 @@ bool Tier::join(const Address& at) {
   drop_channels(peer);  // to where it was
   numbers_.erase(peer.at.node);
   numbers_[at.node] = p;
-  peer.at = at, peer.identity += 1, peer.left = false, peer.failures = 0, peer.may_return = false;
+  peer.at = at, peer.identity += 1, peer.halves.clear(), peer.left = false, peer.failures = 0, peer.may_return = false;
   peer.rtt_us = 0, peer.bytes_per_s = 0, peer.block_bytes = 0;
   become(p, State::New);
   make_threads(p);
@@ -50,7 +50,7 @@ void Tier::leave(const std::string& node) {
     if (number == numbers_.end() || peers_[number->second]->left) return;
     Peer& peer = *peers_[number->second];
     become(number->second, State::Down);
-    peer.left = true, peer.identity += 1, peer.may_return = false;
+    peer.left = true, peer.identity += 1, peer.may_return = false, peer.halves.clear();
     drop_channels(peer);
     for (const auto& [place, key] : std::exchange(peer.queue, {}))
       if (!send_on(key, flights_.at(key))) end_flight(key, true);

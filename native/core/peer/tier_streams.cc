@@ -129,8 +129,9 @@ void Tier::fetch_batch(size_t p, Stream& stream, Batch& batch, bool again) {
 Offer Tier::offer_beside(Peer& peer, const Stream& stream) {
   if (stream.version < kHalvesVersion || peer.places) return nullptr;
   if (Lock lock(mutex_); !peer.idle) return nullptr;
-  return [this, &peer](const std::shared_ptr<SecondHalf>& half) {
+  return [this, &peer, of = stream.identity](const std::shared_ptr<SecondHalf>& half) {
     Lock lock(mutex_);
+    if (of != peer.identity) return;  // it is somebody else by now
     peer.halves.push_back(half);
     peer.work.notify_one();
   };
@@ -139,6 +140,7 @@ Offer Tier::offer_beside(Peer& peer, const Stream& stream) {
 // The second half of a block that another stream fetches. False: there is none. `again`: the connection had served before; if it
 // is gone, that is no reason to call the peer down: who fetches the block asks for the rest. Lets go of the lock meanwhile.
 bool Tier::bring_half(Lock& lock, Peer& peer, Stream& stream, bool again) {
+  if (stream.version < kHalvesVersion) peer.halves.clear();  // it was started anew, and is older: who offered them asks itself
   std::shared_ptr<SecondHalf> half;
   while (!half && !peer.halves.empty()) {
     half = std::move(peer.halves.back());

@@ -58,8 +58,7 @@ std::optional<ReadJob> Store::begin_read(const Key& key, bool* crowded) {
   if (index_.find(key, found) != Find::Hit || expired(found.expiry_s)) return std::nullopt;
   const Control now = found.control;
   if (now.state() != State::Sealed && now.state() != State::Created) return std::nullopt;
-  const bool held = own_pins_.contains(found.record);  // already, as by who sends its first half: it holds no more memory
-  if (!held && !own_pins_.may_take(PinOwner::Peer, found.extent.length, options_.capacity_bytes)) {
+  if (!own_pins_.may_take(PinOwner::Peer, found.extent.length, options_.capacity_bytes)) {
     if (crowded) *crowded = true;
     return std::nullopt;
   }
