@@ -7,6 +7,7 @@ silently never hits; no number leaves here that is none (nan), without an end, o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ def _checked(where: str, name: str, value: Any, default: Any) -> Any:
         if not isinstance(value, bool):  # the text "false" would be true
             raise InvalidArgument(f"{where}: {name}={value!r}; it must be true or false")
         return value
+    if isinstance(value, os.PathLike):  # of a configuration made in Python
+        value = os.fspath(value)
     if default is None and not isinstance(value, str | None):
         raise InvalidArgument(f"{where}: {name}={value!r}; it must be a text")
     if not isinstance(default, int | float):

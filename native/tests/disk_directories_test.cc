@@ -16,7 +16,6 @@ namespace fs = std::filesystem;
 using test::DiskRig;
 using test::eventually;
 using test::key;
-using test::kFewDirectories;
 
 // Passes everything on, and says that nothing is done while `stuck`.
 class StuckEngine final : public Engine {
@@ -47,6 +46,7 @@ class StuckEngine final : public Engine {
 struct TwoDirectories {
   TwoDirectories() {
     rig.also = [this](DiskTier::Options& options) {
+      options.fanout = {};  // as a daemon's: two levels
       DiskTier::Directory& first = options.directories[0];
       event = first.engine->event_fd();
       first.engine = std::make_unique<StuckEngine>(std::move(first.engine), stuck);
@@ -62,7 +62,7 @@ struct TwoDirectories {
     stuck = false;
     ::eventfd_write(event, 1);
   }
-  bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), kFewDirectories)); }
+  bool in_other(uint64_t number) { return fs::exists(fs::path(other.directory) / path_of(key(number), Fanout{})); }
 
   std::atomic<bool> stuck{false};
   int event = -1;

@@ -7,6 +7,7 @@ Method: the function that all integrations read their options by, and every inte
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,7 @@ def test_what_is_right_is_taken():
     chosen = {"wait_s": "2.5", "max_held": 4.0, "model_path": {"m": "p"}, "of_the_engine": math.nan}
     taken = with_defaults(chosen, DEFAULTS, "here", ["of_the_engine"])
     assert (taken["wait_s"], taken["max_held"], taken["model_path"]) == (2.5, 4, {"m": "p"})
+    assert with_defaults({"dir": Path("/run")}, DEFAULTS, "here")["dir"] == "/run"
     assert "of_the_engine" not in taken and with_defaults({"wait_s": 0}, DEFAULTS, "here")["wait_s"] == 0
     with pytest.raises(InvalidArgument, match="wiat_s"):
         with_defaults({"wiat_s": 1}, DEFAULTS, "here")

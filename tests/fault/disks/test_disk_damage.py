@@ -19,6 +19,7 @@ from tests.fault.disks.rig import BLOCK, PAGE, DiskRig, tolerated
 from tests.hostile.block_damages import SPECIAL, data_damages, header_damages
 from tests.unit.formats.test_identity import BASE, CHANGES
 
+TWO_LEVELS = ("--disk-fanout", "2x1")  # a daemon's own; other tests have fewer directories
 LAYER_BYTES = sum(BLOCK.layer_bytes_per_token) * BLOCK.block_tokens // BLOCK.num_layers
 STARTS = [PAGE + LAYER_BYTES * layer for layer in range(BLOCK.num_layers)]
 TAIL = PAGE + LAYER_BYTES * BLOCK.num_layers
@@ -28,7 +29,7 @@ TAIL = PAGE + LAYER_BYTES * BLOCK.num_layers
 def test_every_damage_is_the_same_miss_every_time(rig, integrity, restarted):
     """Peers' cases 3, 4 and 5: a page overwritten, a file cut, lengths that are absurd, what is no file. The
     whole matrix, asked for once, is tests/hostile/test_disk_corruption.py."""
-    kv = rig(quota="128MiB", args=("--log-level", "warning"))
+    kv = rig(quota="128MiB", args=("--log-level", "warning", *TWO_LEVELS))
     damaged: dict[str, bytes] = {}
     good = kv.put_on_disk(6)
     size = kv.file_of(good[0]).stat().st_size
@@ -64,7 +65,7 @@ def test_every_damage_is_the_same_miss_every_time(rig, integrity, restarted):
 
 def test_absurd_lengths_cost_no_memory(rig, integrity):
     """Peers' case 5: lengths in a header, under a checksum that fits, take no memory for what they say."""
-    kv = rig()
+    kv = rig(args=TWO_LEVELS)
     absurd = re.compile("huge|another page|longer")
     damages = {name: do for name, do in header_damages().items() if absurd.search(name)}
     assert len(damages) >= 7
