@@ -341,9 +341,12 @@ def test_another_attention_and_masks_under_one_name_are_noticed(model, client):
         second = kv.identity
         assert kv.last.reused_tokens == 0 and second != first
         if masks is not None:
-            masks.register("users", lambda *args, **kwargs: None)
+            masks.register("users", lambda *args, **kwargs: masks["sdpa"](*args, **kwargs))
             generate(model, prompt(70), 1)
             assert kv.last.reused_tokens == 0 and kv.identity not in (first, second)
+            masks.register("users", lambda *args, **kwargs: None)  # of a prefix too: not what a prompt has
+            generate(model, prompt(70), 1)
+            assert kv.last.bypassed == "refused"
 
 
 def test_a_hook_of_accelerates_that_is_not_its_own_is_refused(model, client):
