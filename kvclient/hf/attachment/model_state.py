@@ -7,13 +7,14 @@ reason, until it changes again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import hashlib
 import threading
 from collections import OrderedDict
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvclient.blocks.codec import Kivi
 from kvclient.blocks.identity import salted, without_denied
@@ -34,6 +35,7 @@ from kvclient.hf.reuse.quality.calibration import Findings
 from kvclient.hf.reuse.repair import Repair
 
 MOST_SALTS = 1024  # of calls, kept ready
+MOST_KINDS = 16  # of the model, as adapters that are switched make them
 CALIBRATED = "calibrated"  # approximate reuse is off until it was measured on this model
 
 
@@ -51,7 +53,7 @@ class ModelState:
         self._wanted, self._lock = wanted, threading.Lock()
         self.refusal: str | None = None
         self._salted: tuple[ServedModels | None, OrderedDict[bytes, ServedModels]] = (None, OrderedDict())
-        self._kind = ""  # what was last examined, but for its weights
+        self._kinds: OrderedDict[str, None] = OrderedDict()  # what was accepted, but for its weights
         self.examine(model, Watch(model))
 
     def examine(self, model: torch.nn.Module, watch: Watch) -> None:
@@ -62,7 +64,7 @@ class ModelState:
             watch = Watch(model)  # of the attention that it has again
         watch.settle()
         kind = self._kind_of(model, watch)
-        if self._kind and kind != self._kind:
+        if self._kinds and kind not in self._kinds:
             self._try(model, kv)
         in_place = self.adopted.in_place(model)
         pool = self.adopted.pool(kv, model.device) if in_place else None
@@ -82,7 +84,10 @@ class ModelState:
         self.options = dataclasses.replace(self.options, in_place=in_place, pool=pool)
         self.kv, self._namespace_salt = kv, namespace_salt
         self.served_models, self.served = served_models, served
-        self.watch, self.refusal, self._kind = watch, None, kind
+        self.watch, self.refusal = watch, None
+        self._kinds[kind] = None
+        if len(self._kinds) > MOST_KINDS:
+            self._kinds.popitem(last=False)
 
     @property
     def _asked(self) -> Repair | None:
@@ -122,6 +127,10 @@ class ModelState:
         """Raises Refused where what the model keeps of tokens hangs on those behind them, by now."""
         if kv.rates or kv.states:  # it keeps entries of several tokens; or check_structure() has tried
             return
+        found = ALL_ATTENTION_FUNCTIONS.get(chosen := str(model.config._attn_implementation))
+        ours = getattr(getattr(found, "func", None), "__module__", "").startswith("kvclient.")
+        if chosen.startswith("kvclient_") and not ours:
+            return  # exchanged beside our masks, with which it is wrong: the call ends with that error
         name = f"{type(model).__name__} was changed, and"
         forget_pending()
         try:
@@ -137,14 +146,19 @@ class ModelState:
     def _kind_of(model: torch.nn.Module, watch: Watch) -> str:
         config = plain(without_denied(model.config.to_dict()))
         attention = model.config._attn_implementation
-        return repr([config, attention, watch.attributes.code(), watch.attributes.numbers()])
+        said = repr([config, attention, watch.attributes.code(), watch.attributes.numbers()])
+        return hashlib.sha256(said.encode()).hexdigest()
 
     def current(self, model: torch.nn.Module) -> bool:
         """Looks whether the model was changed. False: into one that is refused."""
         with self._lock:
             if self.watch.changed():
-                with contextlib.suppress(InvalidArgument):
+                try:
                     self._renew(model)
+                except InvalidArgument:
+                    pass  # the refusal says why
+                except (MemoryError, torch.OutOfMemoryError):
+                    return False  # this call goes without; the next one examines again
         return self.refusal is None
 
     def of(self, codec: Kivi | None, salt: bytes = b"") -> ServedModel:

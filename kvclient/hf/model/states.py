@@ -90,7 +90,7 @@ def goes_on(model: torch.nn.Module, most: int = MORE) -> bool:
 def _logits(model: torch.nn.Module, passes: Sequence[torch.Tensor]) -> torch.Tensor:
     cache = empty_cache(model)
     placed, start = "position_ids" in inspect.signature(type(model).forward).parameters, 0
-    with evaluating(model):
+    with evaluating(model), torch.autocast(model.device.type, enabled=False):  # of a caller's
         for ids in passes:  # as generate() gives them: not every model knows by itself how far it is
             places = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
             positions = {"position_ids": places} if placed else {}

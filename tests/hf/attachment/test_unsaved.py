@@ -9,6 +9,7 @@ import torch
 
 import kvclient.hf
 from kvclient.errors import InvalidArgument
+from kvclient.hf.attachment import model_state
 from tests.hf.zoo import build, generate, prompt
 
 OPTIONS = {"block_tokens": 16, "self_test": False, "in_place": False}
@@ -218,6 +219,32 @@ def test_one_that_is_changed_to_look_ahead_is_refused(client, model, kv, change)
         assert kv.last.bypassed == "refused" and "what follows" in kv.last.bypass_detail
     with pytest.raises(kvclient.hf.Refused, match="depends on what follows"):  # the class has passed
         kvclient.hf.attach(model, client, block_tokens=16)
+
+
+def test_one_that_is_changed_is_tried_as_it_computes_and_once(client, model, kv, monkeypatch):
+    """Not as a caller's autocast has it; what was accepted is not tried again; no memory is no refusal."""
+    tried, scaling = [], model.model.layers[0].self_attn.scaling
+    whole = model_state.goes_on
+    monkeypatch.setattr(model_state, "goes_on", lambda m: tried.append(0) or whole(m))
+    for factor in (1.5, 1.0, 1.5):
+        model.model.layers[0].self_attn.scaling = scaling * factor
+        with torch.autocast("cpu", torch.bfloat16):
+            generate(model, prompt(70), 1)
+        assert kv.last.bypassed == "autocast"
+        generate(model, prompt(70), 1)
+        assert kv.last.bypassed is None
+    assert len(tried) == 1
+    model.model.layers[0].self_attn.scaling = scaling * 2
+
+    def without_memory(_model):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_state, "goes_on", without_memory)
+        generate(model, prompt(70), 1)
+    assert kv.last.bypassed == "refused"
+    generate(model, prompt(70), 1)
+    assert kv.last.bypassed is None
 
 
 class Packed(torch.nn.Module):

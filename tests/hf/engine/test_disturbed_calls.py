@@ -29,7 +29,7 @@ def test_attention_that_is_switched_in_a_call_ends_it(client, monkeypatch, paged
         original, calls = before_last.forward, []
 
         def forward(self, hidden):
-            if hidden.shape[1] > 2:  # no look at the model, which was given another forward
+            if hidden.shape[1] == ids.shape[1]:  # no look at the model, which was given another forward
                 calls.append(0)
             if len(calls) == 2:
                 kv.detach()
