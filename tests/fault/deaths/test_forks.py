@@ -33,7 +33,7 @@ def started(daemon):
 
 @pytest.fixture
 def client(started):
-    with started.connect() as client:
+    with started.connect(timeout_s=60) as client:  # a busy machine is no lock that nobody opens
         yield client
 
 
@@ -251,8 +251,7 @@ def test_multiprocessing(started, client, layouts, method, nothing_leaks):
 
 def test_forks_while_threads_are_inside(started, client, layouts, fork, nothing_leaks):
     """A lock that another thread holds at the fork stays locked in the child for ever: nothing of the
-    library may wait
-    for one."""
+    library may wait for one."""
     small, _ = layouts(client)
     keys = new_keys(12)
     put(client, keys, small)
