@@ -190,9 +190,9 @@ bool SecondHalf::came() {
   return !unwanted_;
 }
 
-bool SecondHalf::ended(std::optional<Broken::Why> why) {
+bool SecondHalf::ended() {
   const std::lock_guard lock(mutex_);
-  state_ = State::Over, channel_ = nullptr, why_ = why;
+  state_ = State::Over, channel_ = nullptr;
   changed_.notify_all();
   return unwanted_;
 }
@@ -215,11 +215,6 @@ bool SecondHalf::wait_for_more(uint32_t layers) {
 uint32_t SecondHalf::here() const {
   const std::lock_guard lock(mutex_);
   return here_;
-}
-
-std::optional<Broken::Why> SecondHalf::why() const {
-  const std::lock_guard lock(mutex_);
-  return why_;
 }
 
 }  // namespace kv::peer

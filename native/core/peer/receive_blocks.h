@@ -57,13 +57,12 @@ class SecondHalf {
   bool begin(const Channel& channel);
   bool came();  // one layer more; false: it is not wanted any more
   // Nothing is written from here on. True if it was not wanted any more.
-  bool ended(std::optional<Broken::Why> why);
+  bool ended();
   // By who has the block. Nothing is written behind this: who brings it is cut off and waited for; nobody begins any more.
   void stop();
   // Waits for a moment for more than the `layers` that are known to be there. False: there is nothing to wait for.
   bool wait_for_more(uint32_t layers);
   uint32_t here() const;
-  std::optional<Broken::Why> why() const;  // who brought it broke
 
   const Key key;
   const std::shared_ptr<const KnownLayout> known;
@@ -80,7 +79,6 @@ class SecondHalf {
   bool unwanted_ = false;
   const Channel* channel_ = nullptr;
   uint32_t here_;
-  std::optional<Broken::Why> why_;
 };
 using Offer = std::function<void(const std::shared_ptr<SecondHalf>&)>;  // to a connection to the same peer that is idle
 

@@ -151,10 +151,10 @@ bool Tier::bring_half(Lock& lock, Peer& peer, Stream& stream, bool again) {
   lock.unlock();
   try {
     stream.receiver->bring(++requests_, *half);
-    half->ended({});
+    half->ended();
     lock.lock();
   } catch (const Broken& error) {
-    const bool unwanted = half->ended(error.why);
+    const bool unwanted = half->ended();
     lock.lock();
     if (!unwanted && !(again && error.why == Broken::Why::Gone)) throw;
     peer.gone += !unwanted;

@@ -6,7 +6,6 @@ between two steps.
 """
 
 import queue
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import kvclient.hf
 from kvclient.hf.model.watch import Watch
 from kvclient.serve.engine.loop import Loop
 from kvclient.serve.scheduler import Limits
+from tests.conftest import wait_for
 from tests.hf.zoo import build, prompt
 from tests.serve.loop.test_loop import ask, ended
 
@@ -82,7 +82,5 @@ def test_a_loop_without_work_keeps_no_memory_for_requests_to_come(served, monkey
     take = memory.take
     monkeypatch.setattr(memory, "take", lambda size: taken.append(size) or take(size))
     asked(loop, [prompt(300)])
-    deadline = time.monotonic() + 60
-    while memory._spare and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert taken and not memory._spare
+    wait_for(lambda: not memory._spare, "what was kept is given back")
+    assert taken
