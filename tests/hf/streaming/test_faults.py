@@ -6,6 +6,7 @@ model in memory; files truncated, replaced and rearranged by two processes while
 of 1 MiB; a hub id with no network.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -29,6 +30,7 @@ from tests.warm_python import run as run_warm
 CLONE_NEWNS = 0x00020000
 PROMPT = torch.arange(1, 25)[None]
 FULL = StreamingConfig(residency="full_stream", n_staging_slots=3)
+FULL_RESIDENT = StreamingConfig(residency="full_resident")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def want(home):
-    return logits(opened(home, StreamingConfig(residency="full_resident")))
+    return logits(opened(home, FULL_RESIDENT))
 
 
 def faulty(home, schedule):
@@ -63,6 +65,36 @@ def test_what_fails_once_is_read_again(home, want, fault):
         assert torch.equal(logits(model), want)
     assert streams_of(model).scheduler.retries == 1
     streams_of(model).close()
+
+
+def test_bytes_that_changed_on_the_disk_are_never_computed_with(checkpoint):
+    """Where nothing is read ahead each pass reads every layer, so the first one fails. Else a layer may still
+    lie in its slot, right, in as many passes as what is read ahead comes too late to take that slot.
+    """
+    first = StreamingConfig(residency="full_stream", prefetch_layers_ahead=0)
+    reading, ahead = opened(checkpoint, first), opened(checkpoint)
+    path, right = checkpoint / "kvstored-streaming.bin", logits(opened(checkpoint, FULL_RESIDENT))
+    index = json.loads((checkpoint / "kvstored-streaming.json").read_text())
+    begin, length = index["layers"][2]["ffn"]["piece"][:2]
+    whole, at = path.read_bytes(), begin + length // 2
+
+    def fails(words):
+        with pytest.raises(StreamingFailed, match=rf"kvstored-streaming\.bin, layer 2, offset \d+: {words}"):
+            logits(reading)
+        for _ in range(3):
+            with contextlib.suppress(StreamingFailed):
+                assert torch.equal(logits(ahead), right)
+
+    try:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        fails("the bytes")
+        os.truncate(path, at)
+        fails("the file ends")
+    finally:
+        path.write_bytes(whole)
+    for model in (reading, ahead):
+        assert torch.equal(logits(model), right)
+        streams_of(model).close()
 
 
 class FailsFrom:
