@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf.cache.indexed import every_part
 from kvclient.hf.cache.layer import StoreLayer
 from kvclient.hf.call import Clock
@@ -19,17 +20,33 @@ from kvclient.hf.proof.attached import Attached
 from kvclient.hf.request.served_model import ServedModel
 
 
+def keeps_of(cache: Any) -> bool:
+    """Whether it is the cache of a call that went by an attachment, as generate() gives it back: one of a
+    call without the store is the model's own, of which nothing is kept.
+    """
+    layers = getattr(cache, "layers", None)
+    kept_here = isinstance(layers, list) and all(isinstance(layer, StoreLayer) for layer in layers)
+    return kept_here and bool(layers)
+
+
 def publish(attachment: Attached, model: Any, tokens: Sequence[int], cache: Any) -> int:
     """How many blocks it published. Those that are there already, and those whose tokens lie in the store's
-    blocks, are left as they are.
+    blocks, are left as they are. 0 too for a model that is refused by now or keeps states, and for a cache
+    with nothing of its own, or that gradients flow through. Raises InvalidArgument for one that is not of a
+    call with the store (keeps_of()), or has more rows than one.
     """
     served, options = attachment._current(model), attachment._model_state.options
     options = attachment._local.settings.over(options)
-    layers = every_part(cache.layers)
     if served is None or served.states is not None:
         return 0
-    if any(not isinstance(kept, StoreLayer) or kept.storage is None for kept in layers):
+    if not keeps_of(cache):
+        name = type(cache).__name__
+        raise InvalidArgument(f"cache={name}; it must be the cache of a call that went by the attachment")
+    layers = every_part(cache.layers)
+    if any(kept.storage is None for kept in layers):
         return 0
+    if (rows := max(kept.storage.shape[1] for kept in layers)) != 1:
+        raise InvalidArgument(f"a cache of {rows} rows; publish() keeps the text of one")
     held = min(layer.get_seq_length() for layer in layers)
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
     origin = max(layer.origin for layer in layers)

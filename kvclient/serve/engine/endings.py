@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvclient.hf.attachment.attach import Attachment
+from kvclient.hf.attachment.publish import keeps_of
 from kvclient.serve.engine.job import Done, Job
 from kvclient.serve.engine.joining import Asked
 
@@ -47,6 +48,8 @@ class Endings:
             if job.windowing is not None:
                 with self._kv.salted(job.salt):
                     self._counts["windows_saved_total"] += job.cache.save(text)
+                return
+            if not keeps_of(job.cache):  # its prompt's call went without the store
                 return
             with self._asked(job):
                 self._counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache)

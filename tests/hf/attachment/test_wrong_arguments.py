@@ -95,6 +95,23 @@ def test_limited(client):
             assert f"publish_tokens={value!r}" in str(refused.value)
 
 
+def test_publish(client):
+    """Of no call with the store it was 0 blocks; of two rows the first was kept, padding and all."""
+    model, ids = build("llama", layers=1), prompt(20)
+    with kvclient.hf.attach(model, client, block_tokens=8, self_test=False) as kv:
+        with kv.bypass():
+            *_, without = generate(model, ids, 1)
+        for wrong in (without, type(without)(), without.layers, None, "x"):
+            with pytest.raises(InvalidArgument, match=f"cache={type(wrong).__name__}; "):
+                kv.publish(ids[0].tolist(), wrong)
+        with kv.bypass(read=False), kv.limited(publish_tokens=0):
+            *_, rows = generate(model, torch.cat([ids, ids]), 1)
+            *_, row = generate(model, ids, 1)
+        with pytest.raises(InvalidArgument, match="2 rows"):
+            kv.publish(ids[0].tolist(), rows)
+        assert kv.publish(ids[0].tolist(), row) == 2 and kv.publish(ids[0].tolist(), row) == 0
+
+
 def test_a_compiled_model_is_the_one_inside(client):
     model = build("llama", layers=1)
     with pytest.raises(InvalidArgument, match=r"around this Llama.*the one inside.*model\.compile\(\)"):

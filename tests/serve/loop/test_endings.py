@@ -5,15 +5,19 @@ Method: real loops on tiny models beside a real daemon; what a second server wou
 one who hears the end, in the loop's own thread.
 """
 
+import contextlib
 import queue
+from collections import Counter
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 import kvclient
 import kvclient.hf
 from kvclient.hf.engine.window import Window
-from kvclient.serve.engine.job import Done, Token
+from kvclient.serve.engine.endings import Endings
+from kvclient.serve.engine.job import Done, Job, Token
 from kvclient.serve.engine.loop import Loop
 from kvclient.serve.engine.windowed import WindowedCache, Windowing
 from kvclient.serve.scheduler import Limits
@@ -103,3 +107,11 @@ def test_a_window_that_cannot_be_saved_costs_no_answer(monkeypatch):
         assert isinstance(ended(events, 1)[0], Done)
         assert loop.stats()["publish_failed_total"] == 1
         loop.close()
+
+
+def test_an_answer_whose_call_went_without_the_store_is_no_failure():
+    counts = Counter()
+    endings = Endings(None, lambda _job: contextlib.nullcontext(), lambda *_: None, counts)
+    job = Job([1], 2, sampler=None, text=None, tell=None, tokens=[2, 3], cache=DynamicCache())
+    endings.publish(job)
+    assert not counts
