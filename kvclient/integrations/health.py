@@ -40,6 +40,13 @@ class Health:
             )  # fmt: skip
         return not self._client.degraded
 
+    def not_tried(self, who: str, why: str) -> None:
+        """Says that the self-test of the start has to wait."""
+        self._logger.warning(
+            "kvstored: the store took no block at the start (%s); %s goes on, and the first block that it "
+            "stores is compared", why, who,
+        )  # fmt: skip
+
     def failed(self, what: str, error: BaseException | str) -> None:
         """Counts a failure that became a miss, and says the first of a row."""
         with self._lock:

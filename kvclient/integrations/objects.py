@@ -17,6 +17,7 @@ import numpy as np
 from kvclient.blocks.layout import MAX_BLOCK_TOKENS, Layout
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.pages import Pages
+from kvclient.integrations.self_test import Tried
 
 UNITS = (4096, 1 << 16, 1 << 20)  # bytes; the smallest of which 65,535 hold the object
 TAG_BYTES = 16
@@ -55,16 +56,25 @@ class Objects(Pages):
             self._health.failed("a load", error)
             return None
 
-    def try_one(self) -> None:
-        """Stores an object and loads it. Raises InvalidArgument if it does not come back; without a daemon
-        nothing was tried."""
-        key, there, back = os.urandom(32), os.urandom(10_000), np.zeros(10_000, np.uint8)
-        tag = b"self-test".ljust(TAG_BYTES, b"\0")
-        stored = self.put_objects([key], [Object(np.frombuffer(there, np.uint8), tag)])[0]
-        loaded = self.get([key], [Object(back, tag)])[0]
-        self.delete([key])
-        if not self._client.degraded and not (stored and loaded and back.tobytes() == there):
-            raise InvalidArgument("self-test: an object that was stored did not come back")
+    def try_an_object(self, who: str) -> None:
+        """The self-test. Raises InvalidArgument, NotPermitted."""
+        length, tag = 10_000, b"self-test".ljust(TAG_BYTES, b"\0")
+
+        def attempt() -> Tried:
+            key, there, back = os.urandom(32), os.urandom(length), np.zeros(length, np.uint8)
+            stored = self.put_objects([key], [Object(np.frombuffer(there, np.uint8), tag)])[0]
+            loaded = self.get([key], [Object(back, tag)])[0]
+            self.delete([key])
+            return Tried(stored=stored, loaded=loaded, same=back.tobytes() == there)
+
+        unit = unit_of(length)
+        self.try_one(attempt, (self._unit_layout(unit), length), [-(-length // unit)], who)
+
+    def _unlike(self, source: Object) -> Object:
+        return Object(~np.frombuffer(source.memory, np.uint8), source.tag)
+
+    def _same(self, source: Object, back: Object) -> bool:
+        return bytes(source.memory) == bytes(back.memory)
 
     def _unit_layout(self, unit: int) -> int:
         with self._lock:

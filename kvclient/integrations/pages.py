@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from kvclient.blocks.layout import MAX_BLOCK_TOKENS, MAX_LAYER_BYTES_PER_TOKEN, MAX_LAYERS, Layout
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.health import Health
+from kvclient.integrations.self_test import WRONG_LATER, Refusing, Tried, try_at_start
 
 MISSING, RESIDENT, ON_DISK = 0, 2, 3
 Buffers = Sequence[np.ndarray]  # of one page: contiguous bytes each
@@ -31,6 +32,7 @@ class Pages:
     def __init__(self, client: Any, health: Health, wait_s: float) -> None:
         """`wait_s` bounds what put() waits for another writer and get() for the disk."""
         self._client, self._health, self._wait_s = client, health, wait_s
+        self._untried = False  # the first page that is stored and found is compared
         self._lock = threading.Lock()
         self._layouts: dict[tuple[int, ...], int] = {}
 
@@ -84,6 +86,8 @@ class Pages:
                 self._fill(writer, sources, sealed)  # those whose other writer gave up
         finally:
             writer.abort()
+        if self._untried and sealed:
+            self._compare(keys[min(sealed)], sources[min(sealed)])
         return [i in sealed or result == "exists" for i, result in enumerate(writer.results)]
 
     def _fill(self, writer: Any, sources: list[Any], sealed: set[int]) -> None:
@@ -95,6 +99,40 @@ class Pages:
     def _copy_all_in(self, writer: Any, mine: list[int], sources: Sequence[Any]) -> None:
         for layer in range(len(sources[mine[0]]) if mine else 0):
             writer.copy_in(layer, [sources[i][layer] for i in mine], mine)
+
+    def try_one(
+        self,
+        attempt: Callable[[], Tried],
+        block: tuple[int, int],
+        token_counts: Sequence[int] | None = None,
+        who: str = "the engine",
+    ) -> None:
+        """The self-test of an engine's start (kvclient.integrations.self_test), or of the first page that is
+        stored where the store takes none just now. Raises InvalidArgument, NotPermitted."""
+        if not try_at_start(self._client, self._health, attempt, block, token_counts, who):
+            self._untried = True
+
+    def try_later(self) -> None:
+        """The first page that is stored is compared: there was nothing to try with."""
+        self._untried = True
+
+    def _compare(self, key: bytes, source: Any) -> None:
+        """The self-test that the start had to put off."""
+        back = self._unlike(source)
+        if self.get([key], [back])[0]:
+            wrong, self._untried = not self._same(source, back), False
+        else:  # it may have gone since
+            wrong = self.states([key])[0] == RESIDENT
+        if wrong:
+            self._health.failed("a store", WRONG_LATER)
+            self._client = Refusing(WRONG_LATER)
+
+    def _unlike(self, source: Any) -> Any:
+        """Buffers of its size that differ in each byte."""
+        return [~buffer for buffer in source]
+
+    def _same(self, source: Any, back: Any) -> bool:
+        return all(bytes(mine) == bytes(its) for mine, its in zip(source, back, strict=True))
 
     def get(self, keys: Sequence[bytes], targets: Sequence[Any]) -> list[bool]:
         """Copies each page into its buffers. What is on disk is loaded first, `wait_s` at most."""

@@ -36,6 +36,15 @@ class TensorPages(Pages):
         for layer, (memory, offsets) in enumerate(places or ()):
             writer.copy_layer(layer, memory, mine, offsets)
 
+    def _unlike(self, source: Rows) -> Rows:
+        return [None if row is None else (~row.view(torch.uint8)).view(row.dtype) for row in source]
+
+    def _same(self, source: Rows, back: Rows) -> bool:
+        return all(
+            mine is None or its is None or torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
+            for mine, its in zip(source, back, strict=True)
+        )
+
     def _copy_all(self, blocks: Any, targets: Sequence[Rows]) -> list[bool]:
         places = _places(targets)
         if places is None or not self._all_fit(blocks, targets):

@@ -58,10 +58,19 @@ def flush(directory: Path) -> None:
         door.admin.Flush(admin_pb2.FlushRequest(), timeout=60)
 
 
+def drain(directory: Path, on: bool) -> None:
+    """Whether that daemon takes no blocks."""
+    from kvstored.v1 import admin_pb2
+    from tests.conformance.grpc_door import GrpcClient
+
+    with GrpcClient(str(directory / "grpc.sock")) as door:
+        door.admin.Drain(admin_pb2.DrainRequest(on=on), timeout=60)
+
+
 def run_scene(daemon, arguments: list[str], limit_s: float, env: dict[str, str] | None = None) -> None:
     """A module run with the engines' Python, which asserts for itself and says PASSED. It asks for what only
-    a test can do by a line NEED …: flip HEX, flush, or a method of the daemon's; each is answered by a line.
-    With variables of its own it imports for itself."""
+    a test can do by a line NEED …: flip HEX, flush, drain on or off, or a method of the daemon's; each is
+    answered by a line. With variables of its own it imports for itself."""
     unseeded = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     process = (WarmVllm if env is None else subprocess.Popen)(
         [str(python_of("vllm")), "-m", *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -79,6 +88,8 @@ def run_scene(daemon, arguments: list[str], limit_s: float, env: dict[str, str] 
                     flip_in_pool(daemon.dir, bytes.fromhex(more[0]))
                 elif what == "flush":
                     flush(daemon.dir)
+                elif what == "drain":
+                    drain(daemon.dir, more == ["on"])
                 else:
                     getattr(daemon, what)()
                 process.stdin.write("done\n")

@@ -1,4 +1,4 @@
-"""Damage to a sealed block behind everybody's back, as faulty memory does it."""
+"""Damage to a sealed block behind everybody's back, as faulty memory does it; a pool without room."""
 
 import os
 import re
@@ -15,6 +15,22 @@ def flip_in_pool(directory: Path, content: bytes) -> None:
         os.pwrite(fd, bytes([content[5] ^ 1]), at + 5)
     finally:
         os.close(fd)
+
+
+def take_all(client):
+    """The writers of blocks that are never sealed, and leave no room for another until they are let go."""
+    from kvclient.blocks.layout import Layout
+
+    writers = []
+    for size in (1 << power for power in range(24, 4, -1)):  # also what is left of another's slab
+        layout = Layout(
+            num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8", kv_per_layer=1, block_tokens=16,
+            meta_fixed=0, meta_per_token=0, layer_bytes_per_token=(size // 16,), name="all",
+        )  # fmt: skip
+        layout_id = client.register_layout(layout)
+        while (writer := client.create([os.urandom(32) for _ in range(16)], layout_id)).granted:
+            writers.append(writer)
+    return writers
 
 
 def first_block_bytes(kvstored):

@@ -9,14 +9,31 @@ from tests.engines.signatures import called, signatures
 
 BASES = {
     "vllm": {
-        "vllm.distributed.kv_transfer.kv_connector.v1.base": ["KVConnectorBase_V1", "SupportsHMA"],
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": [
+            "KVConnectorBase_V1",
+            "SupportsHMA",
+            "KVConnectorMetadata",
+            "KVConnectorWorkerMetadata",
+        ],
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics": [
+            "KVConnectorStats",
+            "KVConnectorPromMetrics",
+        ],
         "vllm.v1.kv_offload.base": [
             "OffloadingSpec",
             "OffloadingManager",
             "OffloadingWorker",
             "OffloadingEvent",
+            "LoadStoreSpec",
+            "GPULoadStoreSpec",
+            "TransferResult",
+            "CanonicalKVCaches",
+            "ReqContext",
+            "ScheduleEndContext",
         ],
         "vllm.v1.kv_offload.tiering.base": ["SecondaryTierManager", "TransferJob", "JobResult"],
+        "vllm.v1.kv_offload.tiering.backpressure": ["BackpressureDetector"],
+        "vllm.distributed.kv_events": ["BlockStored", "BlockRemoved"],
         "vllm.v1.kv_offload.config": ["OffloadingConfig", "OffloadingParallelConfig"],
     },
     "lmcache": {

@@ -1,18 +1,23 @@
 """What a base class promises, as text: to be compared with what an adapter was written for."""
 
+import ast
 import dataclasses
 import inspect
 import json
+import textwrap
 from pathlib import Path
 
 
 def signatures(kind: type) -> dict[str, str]:
-    """Public methods by name, `abstract` before those that must be there; the fields of a data class."""
+    """Public methods by name, `abstract` before those that must be there; of a data class its fields too, in
+    the place of `__init__`."""
+    found, special = {}, "__init__"
     if dataclasses.is_dataclass(kind):
-        return {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    found = {}
+        found, special = {field.name: str(field.type) for field in dataclasses.fields(kind)}, ""
+    elif names := getattr(kind, "__struct_fields__", None):  # msgspec's
+        found, special = dict.fromkeys(names, "field"), ""
     for name, member in inspect.getmembers(kind):
-        if (name.startswith("_") and name != "__init__") or not callable(member):
+        if (name.startswith("_") and name != special) or not callable(member) or name in found:
             continue
         mark = "abstract " if getattr(member, "__isabstractmethod__", False) else ""
         found[name] = mark + _parameters(member)
@@ -23,8 +28,20 @@ def called(kind: type, names: list[str]) -> dict[str, str]:
     """Of a class that an adapter uses from outside: those of the methods, and of the attributes that
     `__init__` sets, which are there."""
     found = {name: _parameters(getattr(kind, name)) for name in names if hasattr(kind, name)}
-    set_there = kind.__init__.__code__.co_names
+    set_there = _attributes(kind.__init__)
     return {**{name: "attribute" for name in names if name in set_there}, **found}
+
+
+def _attributes(method: object) -> set[str]:
+    """Those of its first argument that it sets; one that it only reads is none."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    me = function.args.args[0].arg
+    return {
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name) and node.value.id == me
+    }  # fmt: skip
 
 
 def _parameters(member: object) -> str:

@@ -17,8 +17,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kvclient.errors import BlockLost, InvalidArgument  # noqa: E402
-from tests.engines.pool_bytes import flip_in_pool  # noqa: E402
+from kvclient.errors import BlockLost, InvalidArgument, NotPermitted  # noqa: E402
+from tests.engines.conftest import drain, flush  # noqa: E402
+from tests.engines.pool_bytes import flip_in_pool, take_all  # noqa: E402
 from tests.engines.signatures import recorded, signatures  # noqa: E402
 
 TOKENS = 8  # of a block
@@ -258,6 +259,62 @@ def test_corrupt_and_gone(daemon, adapter, monkeypatch):
         second.workers[0].start_load_kv(Stream())
     kvstored.kill()
     assert Engine(adapter, monkeypatch, kvstored.dir).run([9] * 20) == 0
+
+
+def test_a_store_that_takes_nothing_ends_no_start(daemon, adapter, monkeypatch, caplog):
+    """Nor is it silent; what could not be tried at the start is tried with the first block that is stored."""
+    kvstored = daemon()
+    client = kvstored.connect()
+    for hinder, release, word in (
+        (lambda: drain(kvstored.dir, on=True), lambda held: drain(kvstored.dir, on=False), "drains"),
+        (lambda: take_all(client), lambda held: [writer.abort() for writer in held], "in use"),
+    ):
+        caplog.clear()
+        held = hinder()
+        engine = Engine(adapter, monkeypatch, kvstored.dir)
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "took no block at the start" in line and word in line
+        assert engine.run(PROMPT) == 0
+        release(held)
+        assert engine.workers[0]._pages._untried
+        assert engine.run(PROMPT[::-1]) == 0
+        assert not engine.workers[0]._pages._untried
+        assert engine.run(PROMPT[::-1]) == 40
+        client.delete(engine.scheduler._keys(PROMPT[::-1], None, 5))
+        flush(kvstored.dir)
+    drain(kvstored.dir, on=True)
+    engine = Engine(adapter, monkeypatch, kvstored.dir)
+    drain(kvstored.dir, on=False)
+    with monkeypatch.context() as wrong:
+        wrong.setattr("kvclient.integrations.tensor_pages.TensorPages._copy_all", lambda *_: [True])
+        assert engine.run(PROMPT) == 0
+    worker = engine.workers[0]
+    assert worker._pages.put([os.urandom(32)], worker._layout_id, [[worker._row(0)]]) == [False]
+    assert "did not come back" in caplog.text
+
+
+def test_a_block_that_comes_back_changed_ends_the_start(daemon, adapter, monkeypatch):
+    kvstored = daemon()
+    monkeypatch.setattr("kvclient.integrations.tensor_pages.TensorPages._copy_all", lambda *_: [True])
+    with pytest.raises(InvalidArgument, match="came back changed"):
+        Engine(adapter, monkeypatch, kvstored.dir)
+    monkeypatch.setattr("kvclient.integrations.tensor_pages.TensorPages._copy_all", lambda *_: [False])
+    with pytest.raises(InvalidArgument, match="not found again"):
+        Engine(adapter, monkeypatch, kvstored.dir)
+
+
+def test_what_does_not_pass_by_itself_ends_the_start(daemon, adapter, monkeypatch):
+    """A block that the pool can never take, and a user who may not write."""
+    worker = Engine(adapter, monkeypatch, daemon(memory="32MiB").dir).workers[0]
+    with pytest.raises(InvalidArgument, match="the pool has 33554432"):
+        worker.register_kv_caches(torch.zeros((2, 9 << 20)))
+
+    def refuse(*_args, **_options):
+        raise NotPermitted("this user may only read")
+
+    monkeypatch.setattr(worker._client, "create", refuse)
+    with pytest.raises(NotPermitted, match="only read"):
+        worker.register_kv_caches(torch.zeros((2, 9)))
 
 
 def test_what_cannot_be_told_apart_is_refused(adapter, monkeypatch, tmp_path):

@@ -87,8 +87,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         self._stores, self._lookups, self._loads = _Tasks(), _Tasks(), _Tasks()
         self._next, self._next_lock = 0, threading.Lock()
         self._shared: dict[tuple[str, int, int, str], Any] = {}  # None: nothing of it is shared
-        self._objects.try_one()
-        self._health.at_start("LMCache")
+        self._objects.try_an_object("LMCache")
 
     # ---------------------------------------------------------------- descriptors
 

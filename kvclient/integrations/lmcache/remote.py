@@ -66,8 +66,7 @@ class KvstoredRemoteConnector(RemoteConnector):
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-remote")
         kinds = repr([[str(dtype) for dtype in self.meta_dtypes], self.meta_fmt.name, self.single_token_size])
         self._tag = hashlib.sha256(kinds.encode()).digest()[:TAG_BYTES]
-        self._objects.try_one()
-        self._health.at_start("LMCache")
+        self._objects.try_an_object("LMCache")
 
     def _name(self, key: Any) -> bytes | None:
         """None of a model whose weights nobody told apart."""

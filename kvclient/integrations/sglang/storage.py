@@ -27,6 +27,7 @@ from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.options import with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
+from kvclient.integrations.self_test import Tried
 from kvclient.integrations.sglang.buffers import Flat, as_bytes, buffers_of
 from kvclient.integrations.sglang.naming import PageNames, kv_dtype_of
 from kvclient.integrations.sglang.served import engine_of, updates, weights_of
@@ -111,38 +112,39 @@ class KvstoredHiCache(HiCacheStorage):
             ) from None
 
     def _try_one_page(self, pool: Any) -> None:
-        """Stores, finds, loads and compares a page of the pool that nobody uses yet.
-        Raises InvalidArgument for a difference."""
+        """Stores, finds, loads and compares a page of the pool that nobody uses yet. Raises InvalidArgument,
+        NotPermitted."""
         anchor = self._pools[KV]
         if not hasattr(pool, "alloc") or (slots := pool.alloc(anchor.buffers.page_tokens)) is None:
-            log.warning("kvstored: no free page for the self-test")
+            log.warning("kvstored: no free page for the self-test: the first page that is stored is compared")
+            self.pages.try_later()
             return
-        key = f"kvstored's self-test {os.urandom(16).hex()}"  # ranks that share pages try theirs side by side
+        block = anchor.layout_id, sum(anchor.buffers.sizes)
         try:
-            if isinstance(anchor.buffers, Flat):
-                page = pool.get_dummy_flat_data_page()
-                page.copy_(_noise(page))
-                pool.set_from_flat_data_page(int(slots[0]), page)
-                wanted = [as_bytes(page).copy()]
-            else:
-                wanted = []
-                for buffer in anchor.buffers.of(slots, 1)[0]:
-                    buffer[:] = torch.randint(0, 0x3C, (buffer.nbytes,), dtype=torch.uint8).numpy()
-                    wanted.append(buffer.copy())
-            stored = self._set(anchor, [key], slots)[0]
-            self._clear_page(anchor, pool, slots)
-            loaded = self._get(anchor, [key], slots)[0]
-            self.pages.delete(anchor.names.keys([key]))
-            same = all(
-                bytes(was) == bytes(now)
-                for was, now in zip(wanted, anchor.buffers.of(slots, 1)[0], strict=True)
-            )
+            self.pages.try_one(lambda: self._tried(anchor, pool, slots), block)
         finally:
             self._clear_page(anchor, pool, slots)
             pool.free(slots)
-        if self._health.at_start() and not (stored and loaded and same):
-            what = "was not stored" if not stored else "was not found" if not loaded else "came back changed"
-            raise InvalidArgument(f"self-test: a page of the host pool {what}")
+
+    def _tried(self, anchor: _Pool, pool: Any, slots: torch.Tensor) -> Tried:
+        key = f"kvstored's self-test {os.urandom(16).hex()}"  # ranks that share pages try theirs side by side
+        if isinstance(anchor.buffers, Flat):
+            page = pool.get_dummy_flat_data_page()
+            page.copy_(_noise(page))
+            pool.set_from_flat_data_page(int(slots[0]), page)
+            wanted = [as_bytes(page).copy()]
+        else:
+            wanted = []
+            for buffer in anchor.buffers.of(slots, 1)[0]:
+                buffer[:] = torch.randint(0, 0x3C, (buffer.nbytes,), dtype=torch.uint8).numpy()
+                wanted.append(buffer.copy())
+        stored = self._set(anchor, [key], slots)[0]
+        self._clear_page(anchor, pool, slots)
+        loaded = self._get(anchor, [key], slots)[0]
+        self.pages.delete(anchor.names.keys([key]))
+        now = anchor.buffers.of(slots, 1)[0]
+        same = all(bytes(was) == bytes(its) for was, its in zip(wanted, now, strict=True))
+        return Tried(stored=stored, loaded=loaded, same=same)
 
     @staticmethod
     def _clear_page(anchor: _Pool, pool: Any, slots: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from tensorrt_llm._utils import mpi_rank
 
 from kvclient.errors import BlockLost, InvalidArgument
 from kvclient.integrations.health import Health
+from kvclient.integrations.self_test import Tried
 from kvclient.integrations.tensor_pages import TensorPages
 from kvclient.integrations.tensorrt_llm.identity import common, connect, of_rank
 from kvclient.integrations.tensorrt_llm.scheduler import Step, Transfer
@@ -38,23 +39,27 @@ class KvstoredWorker(KvCacheConnectorWorker):
         self._layout_id = 0
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
-        """[blocks, ...]; tries its last block, which nobody uses yet. Raises InvalidArgument."""
+        """[blocks, ...]; tries its last block, which nobody uses yet.
+        Raises InvalidArgument, NotPermitted."""
         if not kv_cache_tensor[0].is_contiguous():
             raise InvalidArgument("the blocks of the KV pool do not lie in one piece")
         self._pool = kv_cache_tensor
         last = len(kv_cache_tensor) - 1
         row = self._row(last)
         self._layout_id = self._pages.format([row.numel()])
+        self._pages.try_one(lambda: self._tried(row), (self._layout_id, row.numel()))
+
+    def _tried(self, row: torch.Tensor) -> Tried:
         before, noise = row.clone(), torch.randint(0, 0x3C, (row.numel(),), dtype=torch.uint8).to(row.device)
         key = [os.urandom(32)]  # not of torch's generator: ranks have the same seed
         row.copy_(noise)
         stored = self._pages.put(key, self._layout_id, [[row]])[0]
         row.zero_()
-        same = self._pages.get(key, [[row]])[0] and torch.equal(row, noise)
+        loaded = self._pages.get(key, [[row]])[0]
+        tried = Tried(stored=stored, loaded=loaded, same=torch.equal(row, noise))
         self._pages.delete(key)
         row.copy_(before)
-        if self._health.at_start() and not (stored and same):
-            raise InvalidArgument("self-test: a block that was stored did not come back")
+        return tried
 
     def _row(self, block: int) -> torch.Tensor:
         assert self._pool is not None, "the KV pool was not registered"

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
+from kvclient.integrations.self_test import Tried
 from kvclient.integrations.tensor_pages import Rows, TensorPages
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload_scheduling import StoredBlocks
@@ -174,26 +175,24 @@ class KvstoredWorker(OffloadingWorker):
         for group, refs in enumerate(self._caches.group_data_refs):
             last = self._caches.tensors[refs[0].tensor_idx].tensor.shape[0] - 1
             rows = [row for row in self._rows(group, [last] * self._blocks_per_chunk) if row is not None]
-            before = [row.clone() for row in rows]
-            noise = [
-                torch.randint(0, 0x3C, (row.numel(),), dtype=torch.int8).to(row.device)
-                for row in rows[: len(refs)]
-            ]
-            for row, content in zip(rows, noise, strict=False):
-                row.copy_(content)
-            key = np.random.default_rng().bytes(32)
-            stored = self._pages.put([key], self._formats[group], [rows])[0]
-            for row in rows:
-                row.zero_()
-            loaded = self._pages.get([key], [rows])[0]
-            same = all(torch.equal(row, content) for row, content in zip(rows, noise, strict=False))
-            self._pages.delete([key])
-            for row, content in zip(rows, before, strict=True):
-                row.copy_(content)
-            if not self._health.at_start():
-                return
-            if not (stored and loaded and same):
-                what = (
-                    "was not stored" if not stored else "was not found" if not loaded else "came back changed"
-                )
-                raise InvalidArgument(f"self-test: a block of group {group} {what}")
+            attempt = partial(self._tried, group, rows, len(refs))
+            self._pages.try_one(attempt, (self._formats[group], self._bytes(rows)))
+
+    def _tried(self, group: int, rows: list[torch.Tensor], count: int) -> Tried:
+        """The first `count` rows are the block, and the others the same once more."""
+        before = [row.clone() for row in rows]
+        noise = [
+            torch.randint(0, 0x3C, (row.numel(),), dtype=torch.int8).to(row.device) for row in rows[:count]
+        ]
+        for row, content in zip(rows, noise, strict=False):
+            row.copy_(content)
+        key = [np.random.default_rng().bytes(32)]
+        stored = self._pages.put(key, self._formats[group], [rows])[0]
+        for row in rows:
+            row.zero_()
+        loaded = self._pages.get(key, [rows])[0]
+        same = all(torch.equal(row, content) for row, content in zip(rows, noise, strict=False))
+        self._pages.delete(key)
+        for row, content in zip(rows, before, strict=True):
+            row.copy_(content)
+        return Tried(stored=stored, loaded=loaded, same=same)

@@ -19,6 +19,8 @@ import torch
 from kvclient.blocks.layout import Layout
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.health import Health
+from kvclient.integrations.pages import ON_DISK, RESIDENT
+from kvclient.integrations.self_test import WRONG_LATER, Refusing, Tried, try_at_start
 from kvclient.integrations.unsure import Unsealed
 from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
 from kvclient.integrations.vllm.scheduling import Ended, Step, Transfer
@@ -35,7 +37,7 @@ class _Moved:
     blocks: Any  # the store's Blocks, or a Writer
     indices: list[int]  # of those that are there, or were granted
     numbers: list[int]  # vLLM's block of each
-    keys: bytes = b""  # of what is loaded, all that were asked for
+    keys: bytes  # all that were asked for
 
     def key(self, place: int) -> bytes:
         index = self.indices[place]
@@ -65,6 +67,7 @@ class Worker:
         self._suspects: list[bytes] = []  # keys of blocks whose checksum was wrong
         self._index = {name: i for i, name in enumerate(layer_names)}
         self._layout_id = 0
+        self._untried = False  # the first block that is stored and found is compared
         self.loads = False  # whether layers have work in the step under way; else it is saved at its end
         self._loading: list[_Moved] = []
         self._saving: list[_Moved] = []
@@ -81,7 +84,7 @@ class Worker:
     def register(self, caches: dict[str, torch.Tensor]) -> None:
         """Takes vLLM's tensors, one per layer, [block, …], and tries one block through the store.
         Raises InvalidArgument for tensors that are no such, of blocks that lie in pieces for an attention
-        kernel say, and if what comes back differs."""
+        kernel say, and if what comes back differs, and NotPermitted."""
         self._tensors = [caches[name] for name in self._names]
         sizes = []
         for name, tensor in zip(self._names, self._tensors, strict=True):
@@ -106,17 +109,22 @@ class Worker:
         self._layout_id = self._client.register_layout(layout)
         self._rows = [_Rows(tensor) for tensor in self._tensors]
         self._verify_first = any(rows.memory is None for rows in self._rows)
-        self._try_one_block()
+        self._untried = not try_at_start(
+            self._client, self._health, self._tried,
+            (self._layout_id, sum(sizes) * self._block_tokens),
+        )  # fmt: skip
 
-    def _try_one_block(self) -> None:
+    def _tried(self) -> Tried:
         """Stores, finds, loads and compares the last block, which nobody uses yet."""
-        last, key = self._tensors[0].shape[0] - 1, os.urandom(32)
+        last, key = self._tensors[0].shape[0] - 1, os.urandom(KEY_BYTES)
+        name = of_rank(key, self._rank, self._ranks)
         was = [tensor[last].clone() for tensor in self._tensors]
         probes = [_random_like(tensor[last]) for tensor in self._tensors]
         for tensor, probe in zip(self._tensors, probes, strict=True):
             tensor[last].copy_(probe)
         self.begin(Step(saves=[Transfer(key, [last])]))
         self.finish()
+        stored = self._client.lookup(name).states[0] in (RESIDENT, ON_DISK)
         for tensor in self._tensors:
             tensor[last].zero_()
         self.begin(Step(loads=[Transfer(key, [last])]))
@@ -126,16 +134,31 @@ class Worker:
             for name, tensor, probe in zip(self._names, self._tensors, probes, strict=True)
             if not torch.equal(_as_bytes(tensor[last]), _as_bytes(probe))
         ]
-        missing = bool(self.failed_blocks)
+        loaded = not self.failed_blocks
         self.failed_blocks = set()
         for tensor, before in zip(self._tensors, was, strict=True):
             tensor[last].copy_(before)
-        if not self._health.at_start():
+        self._client.delete(name)
+        return Tried(stored=stored, loaded=loaded, same=not wrong, where=", ".join(wrong))
+
+    def _compare(self, moved: _Moved) -> None:
+        """The self-test that the start had to put off: the first block that was stored, read back."""
+        key, number = moved.key(0), moved.numbers[0]
+        try:
+            with self._client.get(key, verify=True) as found:
+                if (block := found[0]) is None:
+                    return  # it has gone since
+                same = all(
+                    torch.equal(block.tensor(layer).reshape(-1).view(torch.uint8), _as_bytes(tensor[number]))
+                    for layer, tensor in enumerate(self._tensors)
+                )
+        except KVClientError as error:
+            self._health.failed("a load", error)
             return
-        self._client.delete(of_rank(key, self._rank, self._ranks))
-        if missing or wrong:
-            what = "was not found again" if missing else f"came back changed in {', '.join(wrong)}"
-            raise InvalidArgument(f"self-test: a block that was stored {what}")
+        self._untried = False
+        if not same:
+            self._health.failed("a save", WRONG_LATER)
+            self._client = Refusing(WRONG_LATER)
 
     # ---------------------------------------------------------------- one step
 
@@ -193,7 +216,7 @@ class Worker:
             return
         blocks = list(new.values())
         if granted := list(writer.granted):
-            self._saving.append(_Moved(writer, granted, [blocks[i] for i in granted]))
+            self._saving.append(_Moved(writer, granted, [blocks[i] for i in granted], b"".join(new)))
 
     def load_layer(self, name: str) -> None:
         """Before the layer's attention: its part of every pinned block is in vLLM's tensor then."""
@@ -254,6 +277,8 @@ class Worker:
                 waiting = [moved.blocks for moved in self._saving]
             else:
                 self._seal()
+                if self._untried and self._saving:
+                    self._compare(self._saving[0])
             self._saving.clear()
         self._end()
         self._unsealed.end(self._step.number, waiting)

@@ -8,12 +8,14 @@ Each scene asserts for itself. What only the test can do is asked for by a line 
 import argparse
 import asyncio
 import json
+import logging
 import select
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -27,6 +29,8 @@ from lmcache.v1.platform import consume_fd
 
 import kvclient
 from kvclient.integrations.lmcache import KvstoredRemoteConnector
+from kvclient.integrations.objects import Objects
+from tests.engines.pool_bytes import take_all
 
 DIRECTORY = sys.argv[2]
 
@@ -220,30 +224,36 @@ def given_up():
     assert asyncio.run(connected_get()) == "memory"
 
 
-def chunks():
-    """Of the older way: whole ones, and the last, which is shorter; a layer's own are refused, because
-    LMCache tells a remote backend the shape of all layers."""
-    prefix, heads, tokens = "remote_storage_plugin.kvstored.", 8, 16
+def memory(shape):
+    flat = piece(0.0, shape.numel())
+    flat.meta.shape = shape
+    return flat
+
+
+def connected(heads=8, tokens=16, **change):
+    """The older way."""
+    prefix = "remote_storage_plugin.kvstored."
     metadata = LMCacheMetadata(
         model_name="org/model", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
         kv_dtype=torch.float32, kv_shape=(3, 2, tokens, 1, heads), chunk_size=tokens,
     )  # fmt: skip
     extra = {prefix + "dir": DIRECTORY, prefix + "model_identity": "m1", prefix + "timeout_s": 30}
-
-    def memory(shape):
-        flat = piece(0.0, shape.numel())
-        flat.meta.shape = shape
-        return flat
-
     backend = SimpleNamespace(metadata=metadata, allocate=lambda shapes, dtypes, fmt: memory(shapes[0]))
+    config = SimpleNamespace(**{"use_layerwise": False, "extra_config": extra, **change})
+    return KvstoredRemoteConnector(None, backend, config)
+
+
+def chunks():
+    """Of the older way: whole ones, and the last, which is shorter; a layer's own are refused, because
+    LMCache tells a remote backend the shape of all layers."""
+    heads, tokens = 8, 16
     try:
-        KvstoredRemoteConnector(None, backend, SimpleNamespace(use_layerwise=True, extra_config=extra))
+        connected(use_layerwise=True)
     except kvclient.InvalidArgument as error:
         assert "use_layerwise" in str(error), error
     else:
         raise AssertionError("a layer's chunks were taken")
-    config = SimpleNamespace(use_layerwise=False, extra_config=extra)
-    first, second = (KvstoredRemoteConnector(None, backend, config) for _ in range(2))
+    first, second = connected(), connected()
     for count in (tokens, 1, tokens - 1):
         name = CacheEngineKey("org/model", 1, 0, count, torch.float32)
         shape = torch.Size([2, 3, count, heads])
@@ -255,6 +265,39 @@ def chunks():
         assert found.meta.shape == shape and bytes(found.byte_array) == bytes(chunk.byte_array), count
     for connector in (first, second):
         asyncio.run(connector.close())
+
+
+def start():
+    """A store that takes nothing just now ends no start, and is tried with the first object that it takes."""
+    client, lines = kvclient.connect(DIRECTORY), []
+    held = take_all(client)
+    log = logging.getLogger("lmcache.kvstored")
+    with patch.object(log, "warning", lambda text, *values: lines.append(text % values)):
+        full = adapter()
+        for writer in held:
+            writer.abort()
+        need("drain on")
+        draining, wrong, remote = adapter(), adapter(), connected()
+        need("drain off")
+    assert ["drains" in line for line in lines] == [False, True, True, True], lines
+    assert all("took no block at the start" in line for line in lines)
+    for number, l2 in enumerate((full, draining)):
+        assert l2._objects._untried and store(l2, [key(number)], [piece(1.0)]).is_successful()
+        assert not l2._objects._untried
+    with patch.object(Objects, "_copy_out", lambda *_: set()):
+        store(wrong, [key(7)], [piece(1.0)])
+        asyncio.run(remote.put(CacheEngineKey("org/model", 1, 0, 5, torch.float32), piece(1.0)))
+    assert look_up(wrong, [key(0)]) == [False] and look_up(full, [key(0)]) == [True]
+    assert load(wrong, [key(0)], [piece(0.0)]) == [False]
+    assert not store(wrong, [key(8)], [piece(1.0)]).is_successful()
+    assert remote.batched_contains([CacheEngineKey("org/model", 1, 0, 5, torch.float32)]) == 0
+    with patch.object(Objects, "_copy_out", lambda *_: set()):
+        try:
+            adapter()
+        except ValueError as error:
+            assert "came back changed" in str(error), error
+        else:
+            raise AssertionError("an object that comes back changed was taken")
 
 
 async def connected_get():

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvclient.errors import InvalidArgument
-from tests.engines.pool_bytes import flip_in_pool
+from tests.engines.conftest import drain
+from tests.engines.pool_bytes import flip_in_pool, take_all
 from tests.engines.sglang.sglang_package import HostPool, load
 
 pytestmark = pytest.mark.engines
@@ -258,6 +259,35 @@ def test_a_pool_that_does_not_give_back_its_bytes_is_refused(daemon, make):
 
     with pytest.raises(InvalidArgument, match="self-test"):
         make(daemon(), {"kv": Wrong()})
+
+
+def test_a_store_that_takes_nothing_ends_no_start(daemon, make, caplog, monkeypatch):
+    """Nor is it silent; what could not be tried at the start is tried with the first page that is stored."""
+    kvstored, pool, keys = daemon(memory="32MiB"), HostPool(), hashes(0, 4)
+    client = kvstored.connect()
+    held = take_all(client)
+    full = make(kvstored, {"kv": pool})
+    assert full.batch_set_v1(keys, pool.slots([1, 2, 3, 4])) == [False] * 4
+    for writer in held:
+        writer.abort()
+    drain(kvstored.dir, on=True)
+    draining, wrong = make(kvstored, {"kv": pool}), make(kvstored, {"kv": pool})
+    drain(kvstored.dir, on=False)
+    said = [record.message for record in caplog.records if "took no block at the start" in record.message]
+    assert ["in use" in line for line in said] == [True, False, False]
+    assert ["drains" in line for line in said] == [False, True, True]
+    for turn, backend in enumerate((full, draining)):
+        assert backend.pages._untried
+        assert backend.batch_set_v1(hashes(10 * turn, 2), pool.slots([1, 2])) == [True] * 2
+        assert not backend.pages._untried
+    with monkeypatch.context() as patched:
+        patched.setattr("kvclient.integrations.pages.Pages._copy_out", lambda *_: set())
+        wrong.batch_set_v1(keys[2:], pool.slots([3, 4]))
+    assert wrong.batch_exists(keys[:2]) == 0
+    assert full.batch_exists(keys[:2]) == 2
+    assert wrong.batch_get_v1(keys[:2], pool.slots([1, 2])) == [False, False]
+    assert wrong.batch_set_v1(hashes(90, 1), pool.slots([1])) == [False]
+    assert "did not come back as it was" in caplog.text
 
 
 def test_what_was_said_to_be_there_is_there_until_its_lease_ends(daemon, make, wait_until):

@@ -17,7 +17,17 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -29,9 +39,12 @@ from vllm.v1.kv_offload.config import (
 import kvclient
 from kvclient.integrations.health import Health
 from kvclient.integrations.pages import MISSING, Pages
+from kvclient.integrations.tensor_pages import TensorPages
 from kvclient.integrations.vllm import offload_scheduling
 from kvclient.integrations.vllm.offload_naming import OffloadNames
-from kvclient.integrations.vllm.offload_scheduling import KvstoredManager, log
+from kvclient.integrations.vllm.offload_scheduling import KvstoredManager, StoredBlocks, log
+from kvclient.integrations.vllm.offload_worker import KvstoredWorker
+from tests.engines.pool_bytes import take_all
 
 DIRECTORY, ROW = sys.argv[1], 3000
 CONFIG = OffloadingConfig(
@@ -283,7 +296,59 @@ def a_request_does_not_wait_for_ever_behind_others_blocks():
     offloading.shutdown()
 
 
+def worker(tensor):
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, ROW)], [[CanonicalKVCacheRef(0, ROW)]])
+    asked = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
+    return KvstoredWorker(asked, caches, 0, 1, 1, 0.5)
+
+
+def moved(half, job, name, block, load):
+    ours, theirs = StoredBlocks([name]), GPULoadStoreSpec([block], [1], [0])
+    half.submit_load(job, ours, theirs) if load else half.submit_store(job, theirs, ours)
+    half.wait({job})
+    (result,) = half.get_finished()
+    return result.success and result.transfer_size == ROW
+
+
+def a_store_that_takes_nothing_ends_no_start_of_a_worker():
+    """What could not be tried at the start is tried with the first block that is stored."""
+    blocks, said = torch.randint(-128, 128, (4, ROW), dtype=torch.int8), []
+    was = blocks.clone()
+    with patch.object(log, "warning", lambda text, *values: said.append(text % values)):
+        need("flush")
+        held = take_all(client)
+        full = worker(blocks)
+        for writer in held:
+            writer.abort()
+        need("drain on")
+        draining, wrong = worker(blocks), worker(blocks)
+        need("drain off")
+        assert torch.equal(blocks, was), "it leaves vLLM's blocks as they were"
+        assert ["drains" in line for line in said] == [False, True, True], said
+        assert all("took no block at the start" in line for line in said)
+        for half in (full, draining):
+            assert half._pages._untried and moved(half, 1, os.urandom(32), 0, load=False)
+            assert not half._pages._untried
+        first, second = os.urandom(32), os.urandom(32)
+        with patch.object(TensorPages, "_copy_all", lambda *_: [True]):
+            moved(wrong, 1, first, 1, load=False)
+    assert any("did not come back as it was" in line for line in said), said
+    assert not moved(wrong, 2, second, 2, load=False) and not moved(wrong, 3, first, 3, load=True)
+    assert moved(full, 2, first, 3, load=True) and torch.equal(blocks[3], was[1])
+    for half in (full, draining, wrong):
+        half.shutdown()
+    for answer, words in (([True], "came back changed"), ([False], "was not found again")):
+        with patch.object(TensorPages, "_copy_all", lambda *_, answer=answer: answer):
+            try:
+                worker(blocks)
+            except kvclient.InvalidArgument as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError("a block that does not come back was taken")
+
+
 what_differs_in_one_thing_misses()
+a_store_that_takes_nothing_ends_no_start_of_a_worker()
 a_request_does_not_wait_for_ever_behind_others_blocks()
 what_was_computed_before_a_reset_is_not_stored_behind_it()
 what_was_being_loaded_at_a_reset_is_found_and_held_no_more()

@@ -6,6 +6,7 @@ What only the test can do is asked for by a line NEED … and answered by one. W
 stores job after job until it is killed.
 """
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -32,7 +33,9 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
+import kvclient
 from kvclient.integrations.pages import Pages
+from tests.engines.pool_bytes import take_all
 
 DIRECTORY, ROWS, ROW = sys.argv[1], 8, 3000
 FILLED = 1000  # the first block of the process that is killed
@@ -149,11 +152,45 @@ def what_is_wrong_at_the_start_is_told():
             assert "self-test" in str(error), error
         else:
             raise AssertionError("a row that does not come back was taken")
-    log = logging.getLogger("vllm.kvstored")
-    with patch.object(log, "warning") as warning:
+    with lines() as said:
         tier(dir="/nowhere/at/all")[0].shutdown()
-    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     assert any("at the start" in line and "/nowhere/at/all" in line for line in said), said
+
+
+@contextlib.contextmanager
+def lines():
+    said = []
+    log = logging.getLogger("vllm.kvstored")
+    with patch.object(log, "warning", lambda text, *values: said.append(text % values)):
+        yield said
+
+
+def a_store_that_takes_nothing_ends_no_start():
+    """What could not be tried at the start is tried with the first row that is stored."""
+    client = kvclient.connect(DIRECTORY)
+    with lines() as said:
+        held = take_all(client)
+        full, memory = tier()
+        for writer in held:
+            writer.abort()
+        need("drain on")
+        draining, wrong = tier()[0], tier()[0]
+        need("drain off")
+    assert ["drains" in line for line in said] == [False, True, True], said
+    assert all("took no block at the start" in line for line in said)
+    memory[:] = content(range(ROWS))
+    for first, storage in ((3000, full), (3002, draining)):
+        assert storage._pages._untried
+        assert job(storage, keys(first, 2), [0, 1], False).success
+        assert not storage._pages._untried
+    with patch.object(Pages, "_copy_out", lambda *_: set()), lines() as said:
+        job(wrong, keys(3004, 1), [1], False)
+        assert not job(wrong, keys(3005, 1), [1], False).success
+    assert any("did not come back as it was" in line for line in said), said
+    assert found(wrong, keys(3000, 1)) == [False] and found(full, keys(3000, 1)) == [True]
+    client.delete(b"".join(full._names.whole(keys(3000, 6))))
+    for storage in (full, draining, wrong):
+        storage.shutdown()
 
 
 def primary(memory):
@@ -167,6 +204,7 @@ if sys.argv[2:] == ["fill"]:
     fill()
 
 what_is_wrong_at_the_start_is_told()
+a_store_that_takes_nothing_ends_no_start()
 storage, memory = tier(enable_kv_events=True)
 assert not memory.any(), "it leaves the memory as it was"
 other, target = tier()

@@ -16,10 +16,11 @@ from unittest.mock import Mock, patch
 import torch
 
 import kvclient
-from kvclient.integrations.vllm import scheduling
+from kvclient.integrations.vllm import scheduling, transfer
 from kvclient.integrations.vllm.identity import KEY_BYTES
 from kvclient.integrations.vllm.scheduling import Scheduling, Step, Transfer
 from kvclient.integrations.vllm.transfer import Worker
+from tests.engines.pool_bytes import take_all
 from tests.engines.vllm.steps.vllm_halves import (
     PROMPT,
     TOKENS,
@@ -34,6 +35,11 @@ from tests.engines.vllm.steps.vllm_halves import (
 )
 
 
+def need(what):
+    print("NEED " + what, flush=True)
+    sys.stdin.readline()
+
+
 def a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved(early=False):
     """early: vLLM asks before the step's end, as it does with a draft model."""
     tensors = {f"layer.{i}": torch.randn(8, 1, TOKENS, 4) for i in range(3)}
@@ -45,8 +51,7 @@ def a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved(early=False):
     worker.finish()
     assert client.lookup(keys).states == b"\2\2\2" and not worker.take_failed()
     last_of_second = tensors["layer.2"][1].numpy().tobytes()
-    print("NEED flip " + last_of_second[:64].hex(), flush=True)
-    sys.stdin.readline()
+    need("flip " + last_of_second[:64].hex())
     for tensor in tensors.values():
         tensor[:6].zero_()
     worker.begin(Step(loads=[Transfer(keys, [3, 4, 5])], saves=[Transfer(behind, [6])]))
@@ -63,6 +68,63 @@ def a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved(early=False):
     worker.begin(Step(saves=[Transfer(keys[KEY_BYTES : 2 * KEY_BYTES] + behind, [4, 6])]))
     worker.finish()
     assert client.lookup(keys + behind).states == b"\2\2\2\2"
+
+
+def _worker():
+    tensors = {f"layer.{i}": torch.randn(8, 1, TOKENS, 4) for i in range(3)}
+    worker, said = Worker(client, 0, 1, list(tensors), TOKENS, 8, 1.0), []
+    was = [tensor.clone() for tensor in tensors.values()]
+    with patch.object(transfer.log, "warning", lambda text, *values: said.append(text % values)):
+        worker.register(tensors)
+    assert all(torch.equal(*pair) for pair in zip(tensors.values(), was, strict=True))
+    return worker, said
+
+
+def _step(worker, keys, numbers, load=False):
+    moves = [Transfer(keys, numbers)]
+    worker.begin(Step(loads=moves) if load else Step(saves=moves))
+    worker.finish()
+    return client.lookup(keys).states, worker.take_failed()
+
+
+def a_store_that_takes_nothing_ends_no_start():
+    """What could not be tried at the start is tried with the first block that is stored."""
+    need("flush")
+    held = take_all(client)
+    full, (line,) = _worker()
+    assert "took no block at the start" in line and "in use" in line, line
+    for writer in held:
+        writer.abort()
+    need("drain on")
+    draining, (line,) = _worker()
+    assert "took no block at the start" in line and "drains" in line, line
+    wrong, _ = _worker()
+    need("drain off")
+    keys, behind = os.urandom(2 * KEY_BYTES), os.urandom(KEY_BYTES)
+    for worker, part in ((full, keys[:KEY_BYTES]), (draining, keys[KEY_BYTES:])):
+        assert worker._untried and _step(worker, part, [1]) == (b"\2", set())
+        assert not worker._untried
+    wrong._rows[1].stride = 0  # as if its blocks lay elsewhere
+    assert _step(wrong, behind, [2])[0] == b"\2"
+    assert _step(wrong, keys, [3, 4], load=True)[1] == {3, 4}, "nothing is shared from then on"
+    assert _step(wrong, os.urandom(KEY_BYTES), [5])[0] == b"\0"
+    assert wrong.health.away
+    assert _step(full, keys, [3, 4], load=True)[1] == set()
+
+
+def a_block_that_comes_back_changed_ends_the_start():
+    of_layer = Worker.load_layer
+    for method, change, words in (
+        ("load_layer", lambda self, name: of_layer(self, "layer.0"), "layer.1, layer.2"),
+        ("_pin", lambda self, load: self._fail(*load.block_ids), "not found again"),
+    ):
+        with patch.object(Worker, method, change):
+            try:
+                _worker()
+            except kvclient.InvalidArgument as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(f"not refused: {words}")
 
 
 def tensors_whose_rows_are_no_blocks_are_refused():
@@ -209,6 +271,8 @@ def a_hit_behind_vllms_own_and_in_two_parts():
 for scene in (
     a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved,
     partial(a_wrong_layer_is_reported_and_nothing_of_its_step_is_saved, early=True),
+    a_store_that_takes_nothing_ends_no_start,
+    a_block_that_comes_back_changed_ends_the_start,
     tensors_whose_rows_are_no_blocks_are_refused,
     hashes_that_vllm_takes_back_name_nothing,
     a_request_that_wants_its_prompts_logprobs_loads_nothing,
