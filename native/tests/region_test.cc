@@ -101,6 +101,18 @@ TEST(a_block_in_the_middle_leaves_two_parts_and_gives_them_back) {
 }
 
 // Only what is published is new: not the region, nor the parts that are left of it.
+// A slot may be longer than the block in it: 33 pages lie in one of 34.
+TEST(nothing_is_published_beyond_the_end_of_an_open_block) {
+  Rig rig(16 * kMiB, 64);
+  Page client(*rig.store);
+  Keys part;
+  const CreateItem item{.key = key(1), .tokens = 32};
+  const Granted open = rig.store->create({.owner = client.id, .layout = rig.layout, .items = {&item, 1}})[0];
+  CHECK_EQ(open.extent.length, 33 * kPageBytes);
+  CHECK(is(publish(rig, client.id, 2, open.extent.offset, 34, part()), Grant::NoSpace));
+  rig.store->check_integrity();
+}
+
 TEST(parts_of_a_region_are_no_time_for_the_others_uses) {
   Rig rig(16 * kMiB, 1024);
   Page client(*rig.store);

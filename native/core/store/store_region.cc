@@ -77,8 +77,9 @@ RegionChange Store::publish_one(const CreateRequest& request, const Publish& ite
   if (!has_two_records() || !is_claimable(item.wanted.key, now, said, found) || !is_open_run(whole, request.owner) ||
       index_.find_exclusive(item.rest) != Index::kAbsent || item.rest == item.wanted.key)
     return refused();
-  const Extent before = extent_of(whole), left{before.offset, run.offset - before.offset},
-               right{run.end(), before.end() - run.end()};
+  const Extent before = extent_of(whole);
+  if (run.offset < before.offset || run.end() > before.end()) return refused();  // its slot may be longer than it is
+  const Extent left{before.offset, run.offset - before.offset}, right{run.end(), before.end() - run.end()};
   const uint64_t region = index_.upkeep(whole).fingerprint.load(std::memory_order_relaxed);
   const Shape shape = shape_of(whole);
   const uint32_t block = blocks_.free_head;
