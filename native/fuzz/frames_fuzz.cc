@@ -43,7 +43,7 @@ struct Side : test::Rig {
     } catch (const Broken&) {
       // What came was no half.
     }
-    half.ended({});
+    half.ended();
     store->abort(owner, granted.handle);
   }
   Window window;

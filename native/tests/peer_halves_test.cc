@@ -2,6 +2,7 @@
 // out has the bytes of its writer, nothing is left of any other, and nobody writes into memory that was given back. Method: a
 // block of 32 MiB between a server and a tier; then a small one whose halves the test plays to two receivers, the second cut off
 // or with a bit flipped at each byte, and both with frames left out, doubled, swapped and changed under right checksums.
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <thread>
@@ -45,7 +46,14 @@ struct Played {
 
 struct How {
   bool first_ends = false, second_stands_still = false;
+  bool nobody_ends_the_second = false;  // but who cuts it off
 };
+
+// Whether somebody cuts the other end off, which is waited for.
+bool is_cut_off(const Fd& end) {
+  pollfd polled{end.get(), POLLRDHUP, 0};
+  return ::poll(&polled, 1, 20'000) == 1;
+}
 
 struct Hosts {
   Hosts() { there.fill(kSix), honest.emplace(there), wanted = there.content(); }
@@ -76,7 +84,7 @@ struct Hosts {
       }
     });
     KV_INVARIANT(::send(theirs.far.get(), second.data(), second.size(), 0) == static_cast<ssize_t>(second.size()));
-    if (!how.second_stands_still) ::shutdown(theirs.far.get(), SHUT_WR);
+    if (!how.second_stands_still && !how.nobody_ends_the_second) ::shutdown(theirs.far.get(), SHUT_WR);
     peer::Channel near(std::move(ours.near)), beside(std::move(theirs.near));
     peer::BlockReceiver receiver(*here.store, here.window, near, here.owner);
     peer::BlockReceiver bringer(*here.store, here.window, beside, here.owner);
@@ -87,7 +95,10 @@ struct Hosts {
       writes = true;
       bringing = std::jthread([&, half] {
         try {
-          bringer.bring(kRequest, *half);
+          if (how.nobody_ends_the_second)
+            CHECK(is_cut_off(theirs.far));
+          else
+            bringer.bring(kRequest, *half);
         } catch (const Broken&) {  // as a connection that ends
         }
         writes = false;
@@ -306,6 +317,31 @@ TEST(a_second_half_that_stands_still_is_asked_for_on_the_first_connection) {
   const Bytes second = joined(hosts.honest->second);
   const Bytes begun(second.begin(), second.end() - 300);
   CHECK(hosts.lie(joined(hosts.honest->first), begun, {.second_stands_still = true}).outcome == Outcome::Fetched);
+}
+
+// Fails if who has the block, and is done with its half, waits for the other as long as that connection lives.
+TEST(a_second_half_that_stands_still_is_taken_over_from_a_connection_that_lives) {
+  Hosts hosts;
+  CHECK(hosts.lie(joined(hosts.honest->first), {}, {.nobody_ends_the_second = true}).outcome == Outcome::Fetched);
+}
+
+// By a clock of the test's: the first half took 100 ms for 40 MiB.
+TEST(a_second_half_is_too_slow_when_it_stands_still_or_is_much_slower_than_the_first) {
+  constexpr uint64_t kMs = 1'000'000, kMB = 1'000'000;
+  const auto until_slow = [](uint64_t bytes_per_ms) {
+    peer::SecondPace pace(40 * kMB, 100 * kMs, 7, 5 * kMs);
+    for (uint64_t ms = 0; ms < 20'000; ms += 10)
+      if (pace.too_slow(7 + ms * bytes_per_ms, (5 + ms) * kMs)) return ms;
+    return uint64_t{20'000};
+  };
+  CHECK_EQ(until_slow(0), 200u);
+  CHECK_EQ(until_slow(400'000 / 5), 200u);
+  CHECK_EQ(until_slow(400'000 / 3), 20'000u);
+  CHECK_EQ(until_slow(4'000'000), 20'000u);
+  peer::SecondPace freezes(40 * kMB, 100 * kMs, 0, 0);
+  for (uint64_t ms = 0; ms <= 1000; ms += 50) CHECK(!freezes.too_slow(ms * 400'000, ms * kMs));
+  for (uint64_t ms = 1050; ms < 1200; ms += 50) CHECK(!freezes.too_slow(1000 * 400'000, ms * kMs));
+  CHECK(freezes.too_slow(1000 * 400'000, 1200 * kMs));
 }
 
 // Fails if the memory of a block is given back while somebody may still write its second half there, or if nobody is told to

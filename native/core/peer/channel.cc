@@ -201,8 +201,7 @@ void Channel::take(std::byte* to, uint64_t bytes) {
   }
 }
 
-uint32_t Channel::take_summed(std::byte* to, uint64_t bytes) {
-  uint32_t crc = 0;
+uint32_t Channel::take_summed(std::byte* to, uint64_t bytes, uint32_t crc) {
   for (uint64_t done = 0; done < bytes;) {
     const uint64_t piece = std::min(kPieceBytes, bytes - done);
     take(to + done, piece);

@@ -47,10 +47,10 @@ class Channel {
   void put_summed(Frame head, std::span<const std::byte> payload);
   void flush();  // sends what is queued. Throws Broken
 
-  Frame take_head(int timeout_ms = kStallMs);           // -1: no limit until its first byte
-  void take(std::byte* to, uint64_t bytes);             // of the payload, all of them. Throws Broken
-  uint32_t take_summed(std::byte* to, uint64_t bytes);  // the CRC32C of what came
-  void skip(uint64_t bytes);                            // of the payload, unread. Throws Broken
+  Frame take_head(int timeout_ms = kStallMs);                             // -1: no limit until its first byte
+  void take(std::byte* to, uint64_t bytes);                               // of the payload, all of them. Throws Broken
+  uint32_t take_summed(std::byte* to, uint64_t bytes, uint32_t crc = 0);  // the CRC32C of what came, behind that
+  void skip(uint64_t bytes);                                              // of the payload, unread. Throws Broken
   // A whole frame of one kind whose payload is a T. Throws Broken if another comes.
   template <class T>
   T take_value(Kind kind, int timeout_ms = kStallMs) {

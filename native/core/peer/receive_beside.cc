@@ -1,16 +1,24 @@
 // What does not come over this connection in order. Blocks that the other end brings to their place itself, the fabric beside
 // this daemon: it is lent the memory of the block, and what lies there then is verified as what came over a stream is. And the
 // second half of a large block, which another connection brings in order meanwhile: where that breaks, who asked for the block
-// goes on behind what came, as behind a connection of its own that broke.
+// goes on behind what came, as behind a connection of its own that broke. What broke waits here until the rest comes otherwise.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
 #include "core/base/checksum.h"
+#include "core/base/polling.h"
 #include "core/peer/receive_blocks.h"
 
 namespace kv::peer {
 namespace {
-constexpr std::chrono::milliseconds kHalfSlice{100};  // between two looks whether the block is wanted
+constexpr int kSliceMs = 50;                   // between two looks whether the block is wanted, and its second half comes
+constexpr int kSlowMs = 200, kMuchSlower = 4;  // as SecondPace judges
+constexpr uint64_t kNsPerMs = 1'000'000;
+constexpr uint64_t kPaceBytes = 256 << 10;
+constexpr size_t kMostParked = 1024;
+// A peer that is frozen while the second half comes is found out on the first connection.
+static_assert(kSliceMs + kSlowMs + kSliceMs + kStallMs < 2000);
 }  // namespace
 
 void take_over(Channel& channel, const Frame& head, Quarantine& loans) {
@@ -89,25 +97,32 @@ void BlockReceiver::go_on(std::span<const Key> keys, std::vector<Item>& landings
 // Publishes what the other connection brings, as it comes. False: it brought less, and the rest is to be asked for.
 bool BlockReceiver::gather(std::vector<Item>& landings, const std::function<bool()>& unwanted) {
   Item& landing = landings.front();
-  const SecondHalf& half = *second_;
+  const std::shared_ptr<SecondHalf> half = second_;
+  const uint64_t now_ns = monotonic_ns();
+  SecondPace pace(received_.bytes, now_ns - asked_ns_, half->bytes, now_ns);
   mark();
-  for (bool more = true; more;) {
+  for (bool more = true; more && !pace.too_slow(half->bytes, monotonic_ns());) {
     if (to_tell_) tell();
-    more = second_->wait_for_more(landing.layers);
-    const uint32_t here = half.here();
-    if (here > landing.layers && half.copy != landing.copy) differs(landing);
-    for (; landing.layers < here; ++landing.layers) {
-      landing.sums[landing.layers] = half.sums[landing.layers - half.first];
-      received_.bytes += landing.layout->layer_bytes(landing.layers, landing.tokens);
-    }
-    to_mark_ = &landing;
-    mark();
+    more = half->wait_for_more(landing.layers);
+    take_second(landing, *half);
     if (more && unwanted) look_whether_wanted(landings, unwanted);
   }
-  const bool whole = landing.layers == half.end;
   stop_second();
+  take_second(landing, *half);
+  const bool whole = landing.layers == half->end;
   received_.halves += whole;
   return whole;
+}
+
+void BlockReceiver::take_second(Item& landing, const SecondHalf& half) {
+  const uint32_t here = half.here();
+  if (here > landing.layers && half.copy != landing.copy) differs(landing);
+  for (; landing.layers < here; ++landing.layers) {
+    landing.sums[landing.layers] = half.sums[landing.layers - half.first];
+    received_.bytes += landing.layout->layer_bytes(landing.layers, landing.tokens);
+  }
+  to_mark_ = &landing;
+  mark();
 }
 
 void BlockReceiver::stop_second() {
@@ -158,7 +173,13 @@ void BlockReceiver::take_second_layer(const Frame& head, SecondHalf& half) {
   if (head.bytes != layout.layer_bytes(head.layer, half.tokens)) malformed("bytes that the layout does not have");
   const uint64_t at = layout.layer_offset(head.layer, half.tokens), end = layout.layer_offset(head.layer + 1, half.tokens);
   std::byte* to = window_.at(half.extent.offset + at);
-  if (channel_.take_summed(to, head.bytes) != head.payload_crc) throw Broken(Broken::Why::Corrupt, "a layer's checksum differs");
+  uint32_t crc = 0;
+  for (uint64_t done = 0; done < head.bytes;) {
+    const uint64_t piece = std::min(kPaceBytes, head.bytes - done);
+    crc = channel_.take_summed(to + done, piece, crc);
+    done += piece, half.bytes += piece;
+  }
+  if (crc != head.payload_crc) throw Broken(Broken::Why::Corrupt, "a layer's checksum differs");
   std::memset(to + head.bytes, 0, end - at - head.bytes);
   half.sums[head.layer - half.first] = head.payload_crc;
   if (!half.came()) throw Broken(Broken::Why::Unwanted, "nobody waits for it");
@@ -208,13 +229,47 @@ void SecondHalf::stop() {
 bool SecondHalf::wait_for_more(uint32_t layers) {
   std::unique_lock lock(mutex_);
   if (state_ == State::Offered) state_ = State::Over;
-  changed_.wait_for(lock, kHalfSlice, [&] { return state_ == State::Over || here_ > layers; });
+  changed_.wait_for(lock, std::chrono::milliseconds(kSliceMs), [&] { return state_ == State::Over || here_ > layers; });
   return state_ != State::Over;
 }
 
 uint32_t SecondHalf::here() const {
   const std::lock_guard lock(mutex_);
   return here_;
+}
+
+SecondPace::SecondPace(uint64_t first_bytes, uint64_t first_ns, uint64_t bytes, uint64_t now_ns)
+    : least_(first_bytes * kSlowMs / kMuchSlower / (first_ns / kNsPerMs + 1) + 1), bytes_(bytes), since_ns_(now_ns) {}
+
+bool SecondPace::too_slow(uint64_t bytes, uint64_t now_ns) {
+  if (bytes - bytes_ >= least_) bytes_ = bytes, since_ns_ = now_ns;
+  return now_ns - since_ns_ >= kSlowMs * kNsPerMs;
+}
+
+// ---------------------------------------------------------------- what broke, until the rest comes otherwise
+
+bool Parked::put(Landing&& landing) {
+  std::lock_guard lock(mutex_);
+  if (landings_.size() >= kMostParked) return false;
+  const Key key = landing.key;
+  return landings_.emplace(key, std::move(landing)).second;
+}
+
+std::optional<Landing> Parked::take(const Key& key) {
+  std::lock_guard lock(mutex_);
+  auto node = landings_.extract(key);
+  return node ? std::optional(std::move(node.mapped())) : std::nullopt;
+}
+
+bool Parked::empty() const {
+  std::lock_guard lock(mutex_);
+  return landings_.empty();
+}
+
+uint32_t Parked::layers(const Key& key) const {
+  std::lock_guard lock(mutex_);
+  const auto found = landings_.find(key);
+  return found == landings_.end() ? 0 : found->second.layers;
 }
 
 }  // namespace kv::peer

@@ -15,7 +15,6 @@ constexpr uint32_t kFirstLayouts = 64;            // before a block of any has c
 constexpr uint64_t kLongestNs = 150'000'000'000;  // until the next layer: one that is followed may take any time
 constexpr uint32_t kFramesPerLook = 64;           // at the clock
 constexpr uint64_t kMarkBytes = 64 << 10;
-constexpr size_t kMostParked = 1024;
 constexpr uint32_t kMostBeside = 1024;  // frames between two layers: signs of life, layouts, meta areas
 
 }  // namespace
@@ -55,8 +54,7 @@ BlockReceiver::Received BlockReceiver::fetch(uint32_t request, std::span<const K
         if (to_tell_) tell();
         if (!open) return received_;
       }
-      if (frames % kFramesPerLook == 0 && monotonic_ns() > end_ns_)
-        throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
+      if (frames % kFramesPerLook == 0) look_at_the_clock();
       const Frame head = channel_.take_head();
       if (head.request != request || head.item >= landings.size()) malformed("an answer that nobody asked for");
       if (unwanted && (frames % kFramesPerLook == kFramesPerLook - 1 || head.kind == static_cast<uint16_t>(Kind::Waiting)))
@@ -98,10 +96,17 @@ void BlockReceiver::ask(std::span<const Key> keys, std::vector<Item>& landings) 
     from = std::min(from, landing.layers);
   }
   by_halves_ = *offer_ && keys.size() == 1 && !from;
-  beside_ = 0, end_ns_ = monotonic_ns() + kLongestNs;
+  beside_ = 0, asked_ns_ = monotonic_ns(), end_ns_ = asked_ns_ + kLongestNs;
   channel_.put({.kind = static_cast<uint16_t>(Kind::Fetch), .item = by_halves_, .request = request_, .layer = from},
                std::as_bytes(keys));
   channel_.flush();
+}
+
+// Not at each layer: of many small ones it was an eighth of the thread's time.
+void BlockReceiver::look_at_the_clock() {
+  const uint64_t now_ns = monotonic_ns();
+  if (std::exchange(moved_, false)) end_ns_ = now_ns + kLongestNs;
+  if (now_ns > end_ns_) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
 }
 
 void BlockReceiver::look_whether_wanted(const std::vector<Item>& landings, const std::function<bool()>& unwanted) {
@@ -287,7 +292,7 @@ void BlockReceiver::take_layer(const Frame& head, Item& landing) {
   take_bytes(head, landing, at, layout.layer_bytes(head.layer, landing.tokens),
              layout.layer_offset(head.layer + 1, landing.tokens) - at);
   landing.sums[landing.layers++] = head.payload_crc;
-  end_ns_ = monotonic_ns() + kLongestNs, beside_ = 0;
+  moved_ = true, beside_ = 0;
   if (to_mark_ != &landing) mark();
   to_mark_ = &landing, unmarked_bytes_ += head.bytes;
   if (unmarked_bytes_ >= kMarkBytes) mark();
@@ -358,30 +363,6 @@ void BlockReceiver::leave(Item& landing, Outcome outcome) {
   const bool begun = parked_ && landing.created && landing.layers && !window_.truncated();
   if (!begun || !parked_->put(Landing(landing))) return give_up(landing, outcome);
   landing.outcome = outcome;
-}
-
-bool Parked::put(Landing&& landing) {
-  std::lock_guard lock(mutex_);
-  if (landings_.size() >= kMostParked) return false;
-  const Key key = landing.key;
-  return landings_.emplace(key, std::move(landing)).second;
-}
-
-std::optional<Landing> Parked::take(const Key& key) {
-  std::lock_guard lock(mutex_);
-  auto node = landings_.extract(key);
-  return node ? std::optional(std::move(node.mapped())) : std::nullopt;
-}
-
-bool Parked::empty() const {
-  std::lock_guard lock(mutex_);
-  return landings_.empty();
-}
-
-uint32_t Parked::layers(const Key& key) const {
-  std::lock_guard lock(mutex_);
-  const auto found = landings_.find(key);
-  return found == landings_.end() ? 0 : found->second.layers;
 }
 
 void BlockReceiver::give_up(Item& landing, Outcome outcome) {

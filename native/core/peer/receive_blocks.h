@@ -3,6 +3,7 @@
 // nothing that the peer says of sizes: the layout and the frame's place decide, and whatever does not fit ends the connection.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <list>
@@ -64,6 +65,7 @@ class SecondHalf {
   bool wait_for_more(uint32_t layers);
   uint32_t here() const;
 
+  std::atomic<uint64_t> bytes{0};  // that came of it, counted in small pieces
   const Key key;
   const std::shared_ptr<const KnownLayout> known;
   const Extent extent;
@@ -79,6 +81,19 @@ class SecondHalf {
   bool unwanted_ = false;
   const Channel* channel_ = nullptr;
   uint32_t here_;
+};
+
+// Whether a second half comes so slowly that who has the block, and is done with the first, had better ask for the rest itself:
+// it stands still, or is much slower than the first was. Has no clock.
+class SecondPace {
+ public:
+  // `first_bytes` took `first_ns`; `bytes` of the second are here at `now_ns`.
+  SecondPace(uint64_t first_bytes, uint64_t first_ns, uint64_t bytes, uint64_t now_ns);
+  bool too_slow(uint64_t bytes, uint64_t now_ns);
+
+ private:
+  const uint64_t least_;  // that are to come in the time
+  uint64_t bytes_, since_ns_;
 };
 using Offer = std::function<void(const std::shared_ptr<SecondHalf>&)>;  // to a connection to the same peer that is idle
 
@@ -126,6 +141,7 @@ class BlockReceiver {
   void ask(std::span<const Key> keys, std::vector<Item>& landings);
   void go_on(std::span<const Key> keys, std::vector<Item>& landings, const std::function<bool()>& unwanted);
   void tell();
+  void look_at_the_clock();
   void look_whether_wanted(const std::vector<Item>& landings, const std::function<bool()>& unwanted);
   void take_frame(const Frame& head, Item& landing);
   void take_layout(const Frame& head);
@@ -136,6 +152,7 @@ class BlockReceiver {
   void take_layer(const Frame& head, Item& landing);
   void take_whole(Item& landing);
   void take_half(Item& landing);
+  void take_second(Item& landing, const SecondHalf& half);
   bool gather(std::vector<Item>& landings, const std::function<bool()>& unwanted);
   void stop_second();
   void take_second_head(const Frame& frame, const SecondHalf& half);
@@ -166,7 +183,9 @@ class BlockReceiver {
   uint32_t request_ = 0;
   Received received_;
   uint32_t beside_ = 0;      // frames of this answer since the last layer
-  uint64_t end_ns_ = 0;      // until when the next one has time
+  uint64_t asked_ns_ = 0;    // when this answer was asked for
+  uint64_t end_ns_ = 0;      // until when the next one has time,
+  bool moved_ = false;       // and whether one has come since that was set
   Item* to_mark_ = nullptr;  // has layers that were not marked: of what came together, and is little, the last is marked
   uint64_t unmarked_bytes_ = 0;
   std::vector<Item*> headed_;           // their memory is yet to be asked for: of what came together at once
