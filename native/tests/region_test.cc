@@ -101,6 +101,22 @@ TEST(a_block_in_the_middle_leaves_two_parts_and_gives_them_back) {
 }
 
 // Only what is published is new: not the region, nor the parts that are left of it.
+// Whoever reads a block goes by its layout. So a run, whose length is its client's word, is never one.
+TEST(no_run_of_a_region_becomes_a_block_longer_than_it_is) {
+  Rig rig(16 * kMiB, 64);
+  Page client(*rig.store);
+  const uint32_t large = rig.store->register_layout(layout_blob(1, 4096 * kPageBytes, 4096));
+  const CreateItem item{.key = key(1), .fingerprint = kRegion, .tokens = 4096, .region_pages = 1};
+  CHECK_EQ(thrown([&] { rig.store->create({.owner = client.id, .layout = large, .items = {&item, 1}}); }), Code::InvalidArgument);
+  const Granted region = make_region(rig, 0, 40, client.id);
+  const Seal seal{region.handle, true};
+  CHECK(rig.store->seal(client.id, {&seal, 1})[0] == Done::Stale);
+  const TakeBack block{region.handle, key(2), kRegion};
+  CHECK_EQ(thrown([&] { rig.store->take_back(client.id, large, {&block, 1}); }), Code::InvalidArgument);
+  CHECK(!rig.resident(1'000'000));
+  rig.store->check_integrity();
+}
+
 // A slot may be longer than the block in it: 33 pages lie in one of 34.
 TEST(nothing_is_published_beyond_the_end_of_an_open_block) {
   Rig rig(16 * kMiB, 64);

@@ -36,6 +36,9 @@ void check_items(std::span<const CreateItem> items, const Layout& layout, uint64
   for (const CreateItem& item : items) {
     if (item.tokens == 0 || item.tokens > layout.block_tokens)
       throw Error(Code::InvalidArgument, limit_text("tokens of a block", item.tokens, layout.block_tokens));
+    if (item.region_pages && !layout.is_one_page())
+      throw Error(Code::InvalidArgument,
+                  limit_text("bytes of a block of a region's layout", layout.extent_bytes(layout.block_tokens), kPageBytes));
     if (uint64_t{item.region_pages} * kPageBytes > capacity)
       throw Error(Code::InvalidArgument, limit_text("pages of a region", item.region_pages, capacity / kPageBytes));
     if (item.base_position > kMaxBasePosition)
@@ -305,6 +308,9 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   const Control now = control(handle.record);
   if (now.generation() != handle.generation || now.state() != State::Created) return Done::Stale;
   if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
+  // A region's run is no block. Whoever reads one goes by its layout, so an extent that is shorter would be read past its end.
+  const Shape shape = shape_of(handle.record);
+  if (extent_of(handle.record).length != layout_of(shape.layout).extent_bytes(shape.tokens)) return Done::Stale;
   const uint8_t flags = (now.flags() & kFlagOnDisk) | (checksummed ? kFlagChecksummed : 0);
   transition(handle.record, Event::Seal, State::Sealed, flags);
   blocks_.created -= 1, room_.chances += 1;
@@ -315,7 +321,7 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   policy_.insert(class_of(handle.record), handle.record, rank(handle.record));
   remember_expiry(handle.record);
   publish_progress(handle.record, Phase::Sealed);
-  if (options_.disk) wish_to_write(handle.record, shape_of(handle.record).priority >= options_.write_at_once_priority);
+  if (options_.disk) wish_to_write(handle.record, shape.priority >= options_.write_at_once_priority);
   return Done::Ok;
 }
 

@@ -71,7 +71,7 @@ uint64_t adopted_frontier(const Store::Options& options) {
 }
 
 // A part of a region has any length. Its layout has blocks of one token.
-bool may_be_region(State state, const Layout& layout) { return state != State::Sealed && layout.block_tokens == 1; }
+bool may_be_region(State state, const Layout& layout) { return state != State::Sealed && layout.is_one_page(); }
 
 }  // namespace
 

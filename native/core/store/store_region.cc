@@ -30,7 +30,8 @@ bool Store::has_two_records() {
 
 bool Store::is_open_run(uint32_t record, uint32_t owner) {
   return record != Arena::kNobody && control(record).state() == State::Created && !own_pins_.contains(record) &&
-         index_.upkeep(record).owner.load(std::memory_order_relaxed) == owner;
+         index_.upkeep(record).owner.load(std::memory_order_relaxed) == owner &&
+         layout_of(shape_of(record).layout).is_one_page();
 }
 
 // The run of that region which has this page, or kNobody.
@@ -196,6 +197,10 @@ std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, s
   check_pool();
   Session& owner = session_of(owner_id);
   const LayoutTable::Known known = layouts_.by_id(layout);
+  if (!known->layout.is_one_page())
+    throw Error(Code::InvalidArgument, "a block of a region's layout has " +
+                                           std::to_string(known->layout.extent_bytes(known->layout.block_tokens)) +
+                                           " bytes, the limit is " + std::to_string(kPageBytes));
   std::vector<RegionChange> out(items.size(), RegionChange{.status = static_cast<uint8_t>(Back::Gone)});
   for (size_t i = 0; i < items.size(); ++i) {
     const auto [record, generation] = items[i].block;
