@@ -86,25 +86,27 @@ RegionChange Store::publish_one(const CreateRequest& request, const Publish& ite
   const uint32_t block = blocks_.free_head;
   if (!enter(request, item.wanted, layout_slot(known.id), run, found, now)) return undo_entry(block, false), refused();
   RegionChange out{.status = static_cast<uint8_t>(Grant::Granted)};
-  if (left.length && right.length) {
+  // What is left on the longer side stays this record's: each page of the other changes hands, with the lock held.
+  const auto& [shorter, longer] = std::minmax(left, right, [](const Extent& a, const Extent& b) { return a.length < b.length; });
+  if (shorter.length) {
     const uint32_t rest = blocks_.free_head;
     const CreateRequest same{request.owner, 0, shape.priority, 0, {}};
     const CreateItem part{.key = item.rest, .fingerprint = region, .tokens = shape.tokens};
-    if (!enter(same, part, shape.layout, right, Index::kAbsent, now))
+    if (!enter(same, part, shape.layout, shorter, Index::kAbsent, now))
       return undo_entry(rest, false), undo_entry(block, true), refused();
     index_.insert_contents(rest);
     add_unsealed(owner, rest);
-    arena_.hand_over(right, whole, rest);
+    arena_.hand_over(shorter, whole, rest);
     out.opened = {rest, control(rest).generation()};
   }
   arena_.hand_over(run, whole, block);
   blocks_.used_bytes -= before.length;
-  if (!left.length && !right.length) {
+  if (!longer.length) {
     out.ended = {whole, control(whole).generation()};
     blocks_.used_bytes += before.length;
     end_run(owner, whole);
   } else {
-    move_run(whole, left.length ? left : right);
+    move_run(whole, longer);
     blocks_.used_bytes += extent_of(whole).length;
   }
   index_.insert_contents(block);
@@ -170,16 +172,20 @@ RegionChange Store::take_one(const CreateRequest& request, const TakeBack& item,
     arena_.hand_over(extent, record, into);
     blocks_.used_bytes -= extent.length;
   } else {
-    const Extent there = extent_of(into);
-    arena_.hand_over(extent, record, into);
     if (before != Arena::kNobody && behind != Arena::kNobody) {
-      const Extent last = extent_of(behind);
-      arena_.hand_over(last, behind, into);
-      blocks_.used_bytes += last.length;  // end_run() takes it off
-      out.ended = {behind, control(behind).generation()};
-      end_run(owner, behind);
-      move_run(into, {there.offset, last.end() - there.offset});
+      uint32_t last = behind;
+      if (extent_of(last).length > extent_of(into).length) std::swap(into, last);  // the fewer pages change hands
+      const Extent there = extent_of(last);
+      arena_.hand_over(there, last, into);
+      blocks_.used_bytes += there.length;  // end_run() takes it off
+      out.ended = {last, control(last).generation()};
+      end_run(owner, last);
+      const Extent kept = extent_of(into);
+      arena_.hand_over(extent, record, into);
+      move_run(into, {std::min(there.offset, kept.offset), there.length + extent.length + kept.length});
     } else {
+      const Extent there = extent_of(into);
+      arena_.hand_over(extent, record, into);
       move_run(into, {std::min(there.offset, extent.offset), there.length + extent.length});
     }
   }
