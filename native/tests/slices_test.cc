@@ -50,6 +50,24 @@ TEST(a_flush_gives_the_lock_away) {
   rig.store->check_integrity();
 }
 
+TEST(who_comes_back_and_has_given_all_up_gives_the_lock_away) {
+  Rig rig(kBlocks * 2 * kPageBytes, 2 * kBlocks);
+  Page client(*rig.store);
+  for (uint64_t first = 0; first < kBlocks; first += kMaxKeysPerMessage) {
+    std::vector<uint64_t> numbers(kMaxKeysPerMessage);
+    std::iota(numbers.begin(), numbers.end(), first);
+    rig.create(numbers, 2, client.id);
+  }
+  CHECK_EQ(rig.store->stats().created, kBlocks);
+  rig.store->end_session(client.id);
+  CHECK(rig.store->resume_session(client.id, client.token(), 1, 0));
+  const uint64_t before = StoreTest::gave_way(*rig.store);
+  rig.store->keep_only(client.id, {});
+  CHECK(StoreTest::gave_way(*rig.store) - before > 2 * kBlocks / kMostAtOnce);  // and as often while their memory is freed
+  CHECK_EQ(rig.store->stats().quarantined, 0u);
+  rig.store->check_integrity();
+}
+
 TEST(a_message_about_many_blocks_gives_the_lock_away) {
   Rig rig(kBlocks * 2 * kPageBytes, 2 * kBlocks);
   std::vector<uint64_t> numbers(kMaxKeysPerMessage);

@@ -105,16 +105,20 @@ size_t Store::keepable(uint32_t owner, std::vector<Handle>& open) {
 void Store::keep_only(uint32_t owner, std::vector<Handle> open) {
   std::sort(open.begin(), open.end(), [](const Handle& a, const Handle& b) { return a.record < b.record; });
   const Entry entry(*this);
-  const auto found = sessions_.find(owner);
+  auto found = sessions_.find(owner);
   if (found == sessions_.end()) return;
-  Session& session = *found->second;
-  for (uint32_t record : std::vector<uint32_t>(session.unsealed)) {
+  Slice slice(kSlice);
+  for (uint32_t record : std::vector<uint32_t>(found->second->unsealed)) {
+    if (slice.over()) {
+      mutex_.give_way(), slice.again();
+      if (found = sessions_.find(owner); found == sessions_.end()) return;
+    }
     const Control now = control(record);
-    if (now.state() != State::Quarantined) continue;
+    if (now.state() != State::Quarantined || index_.upkeep(record).owner.load(std::memory_order_relaxed) != owner) continue;
     const auto at = std::lower_bound(open.begin(), open.end(), record, [](const Handle& a, uint32_t b) { return a.record < b; });
     if (at != open.end() && at->record == record && at->generation + 1 == now.generation()) continue;
     blocks_.quarantined -= 1;
-    drop_unsealed(session, record);
+    drop_unsealed(*found->second, record);
     to_zombie(record, Event::Abort);
     counters_.aborts += 1;
   }
