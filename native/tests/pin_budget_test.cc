@@ -141,6 +141,17 @@ TEST(the_next_daemon_honours_what_was_given_and_no_more) {
   rig.store->check_integrity();
 }
 
+// It is in the file's name from then on, and the largest number there is would say "of any length".
+TEST(who_asks_for_the_longest_there_can_be_gets_no_blocks_of_any_length) {
+  Full rig;
+  Page page(*rig.store, 8192, kStranger, true);
+  CHECK(rig.store->allow_pins(page.id, 8, ~0u).pages != PinAllowance::kAnyPages);
+  rig.head(page)->allowance.store(PinAllowance{8192, PinAllowance::kAnyPages}.pack());
+  rig.restart();
+  const PinAllowance has = StoreTest::allowance(*rig.store, page.id);
+  CHECK(has.slots == 0 || uint64_t{has.slots} * has.pages <= 2 * kBlocks / 4);
+}
+
 // By a daemon that knows of no names between two that do, and says what it gives in the pages alone.
 TEST(what_a_daemon_before_gave_and_took_back_meanwhile_is_honoured) {
   Full rig;

@@ -84,7 +84,7 @@ class Store {
   // Where they lie in a region of the owner's; what is left of it stays open. NoSpace: not its memory, or not cut there.
   // Throws FailedPrecondition, no such session; InvalidArgument, tokens, position or offset of an item, before anything.
   std::vector<RegionChange> publish(const CreateRequest& request, std::span<const Publish> items);
-  // Not found any more, and the region's again once nobody but the owner, once, holds a pin on them. Throws FailedPrecondition.
+  // Not found any more, the region's again once the owner alone, once, pins them. Throws FailedPrecondition; InvalidArgument.
   std::vector<RegionChange> take_back(uint32_t owner, uint32_t layout, std::span<const TakeBack> items);
   void mark_layer(Handle handle, uint32_t layers);     // without shared memory. Throws BlockLost, not open; InvalidArgument
   Found lookup(const Key& key);                        // where it is; no use is counted

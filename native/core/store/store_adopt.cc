@@ -225,7 +225,9 @@ void Store::adopt_sessions() {
     if (const auto holder = SessionFile::holder_in(entry->d_name + start.size()))
       session->holder = *holder, session->budgeted = is_budgeted(holder->uid);
     session->ended = true;  // until its client resumes it
+    // Its client can write this word too. Nobody was let in who is older than the table, so nobody has to be waited for.
     session->protocol = session->file->page().protocol;
+    if (LayoutTable::newer(index_.header())) session->protocol = std::max(session->protocol, protocol::kVersionLayouts);
     session->age.resume(PinRounds::unpack(session->file->page().rounds.load(std::memory_order_relaxed)), monotonic_ns());
     // The page's word, which its client can write: believed of a process of the same user's, which could as well hold the lock.
     const uint64_t device = session->file->page().device.load(std::memory_order_relaxed);

@@ -100,6 +100,8 @@ PinAllowance Store::allow_pins(uint32_t id, uint32_t slots, uint32_t pages) {
   const uint32_t most = session->file->max_pins();
   slots = std::clamp(slots, 1u, most), pages = std::max(pages, 1u);
   if (!session->asks || (slots <= had.slots && pages <= had.pages)) return had;
+  // No block has more, and the largest number there is means "any length", which is charged by the longest block there has been.
+  if (session->budgeted) pages = static_cast<uint32_t>(std::min<uint64_t>(pages, options_.capacity_bytes / kPageBytes));
   if (!session->budgeted) {
     const PinAllowance more{std::max(slots, std::min(most, 2 * had.slots)), PinAllowance::kAnyPages};
     if (session->file->reserve(more.slots)) set_allowance(*session, more);

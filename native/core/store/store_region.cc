@@ -30,8 +30,7 @@ bool Store::has_two_records() {
 
 bool Store::is_open_run(uint32_t record, uint32_t owner) {
   return record != Arena::kNobody && control(record).state() == State::Created && !own_pins_.contains(record) &&
-         index_.upkeep(record).owner.load(std::memory_order_relaxed) == owner &&
-         layout_of(shape_of(record).layout).is_one_page();
+         index_.upkeep(record).owner.load(std::memory_order_relaxed) == owner && layout_of(shape_of(record).layout).is_one_page();
 }
 
 // The run of that region which has this page, or kNobody.
