@@ -68,9 +68,11 @@ def model_identity(config: Any, cache: Any, extra: dict[str, Any]) -> bytes:
 
 def engine_fields(config: Any) -> dict[str, Any]:
     """What shapes an engine's KV and its hashes, apart from its weights and from how the KV lies. Raises
-    InvalidArgument for hashes that say nothing of a request's media."""
+    InvalidArgument for hashes that say nothing of a request's media, and for a model that cannot begin behind
+    a prefix."""
     model = config.model_config
     _check_media_are_digested(config)
+    _check_prefixes_can_be_loaded(model)
     return {
         "config": hashlib.sha256(_canonical(_without_places(model.hf_config.to_dict()))).hexdigest(),
         "dtype": str(model.dtype),
@@ -132,6 +134,17 @@ def _check_media_are_digested(config: Any) -> None:
         "mm_processor_cache_gb=0 without prefix caching: vLLM gives media no digest then, only a number; "
         "leave one of the two on"
     )
+
+
+def _check_prefixes_can_be_loaded(model: Any) -> None:
+    """An answer pooled from all tokens at once: vLLM leaves its own prefix cache off for those, but not the
+    connectors, and ends at the first request of which a part was loaded."""
+    if (pooling := model.pooler_config) is not None and not model.is_prefix_caching_supported:
+        kinds = pooling.seq_pooling_type, pooling.tok_pooling_type
+        raise InvalidArgument(
+            f"pooling {' and '.join(str(kind) for kind in kinds if kind)}: the answer needs the whole prompt "
+            "in one step, and nothing of it can be loaded"
+        )
 
 
 def weights_digest(config: Any, extra: dict[str, Any]) -> bytes:

@@ -4,6 +4,8 @@ Method: the real vLLM for CPUs, in processes of its own, with a model whose answ
 its KV (zeroed KV is the control). Tokens are compared exactly, log-probabilities within 1e-5, in fp32.
 """
 
+import shutil
+
 import pytest
 
 from tests.engines.pool_bytes import first_block_bytes, flip_in_pool
@@ -88,6 +90,23 @@ def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model, plain
     else:
         raise AssertionError(f"it did not take the new daemon up:\n{engine.log()[-4000:]}")
     same(engine.generate(third)[0], third_truth)
+
+
+@pytest.mark.parametrize("kind", ["draft model", "fp8"])
+def test_guessed_tokens_and_small_kv_hit(daemon, vllm, tiny_model, kind):
+    """A draft's layers lie in the same blocks: were their KV wrong, its guesses would be, and would be seen
+    in the steps that the answer takes."""
+    draft = shutil.copytree(tiny_model(0), f"{tiny_model(0)}-draft", dirs_exist_ok=True)
+    guesses = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    llm = {"speculative_config": guesses} if kind == "draft model" else {"kv_cache_dtype": "fp8_e5m2"}
+    options = {"model": tiny_model(0), "store": {"dir": str(daemon().dir)}, "llm": llm}
+    first, second = vllm(options, options)
+    (cold,) = first.generate(PROMPT, tokens=24)
+    (warm,) = second.generate(PROMPT, tokens=24)
+    assert (cold["cached"], warm["cached"]) == (0, FULL_BLOCKS)
+    assert warm["tokens"] == cold["tokens"]
+    if kind == "draft model":
+        assert cold["guessed"] == warm["guessed"] == [18, 18]
 
 
 @pytest.mark.parametrize("way", ["store", "spec"])

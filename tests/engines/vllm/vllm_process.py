@@ -114,8 +114,17 @@ def engine(options):
         model=options["model"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=32,
         kv_cache_memory_bytes=options.get("kv_bytes", 64 << 20),
         max_model_len=options.get("max_tokens", 2048), seed=0,
+        disable_log_stats="speculative_config" not in options.get("llm", {}),
         kv_transfer_config=transfer, **options.get("llm", {}),
     )  # fmt: skip
+
+
+def guessed(llm):
+    """How many tokens a draft has guessed, and how many of them rightly."""
+    if llm.llm_engine.vllm_config.speculative_config is None:
+        return []
+    found = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return [found[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")]
 
 
 def generate(llm, command):
@@ -125,7 +134,7 @@ def generate(llm, command):
         if "salt" in command:
             prompt["cache_salt"] = command["salt"]
     lora = LoRARequest(*command["lora"]) if "lora" in command else None  # name, number, path
-    answers = []
+    answers, before = [], guessed(llm)
     for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora):
         answer = out.outputs[0]
         answers.append({
@@ -133,6 +142,7 @@ def generate(llm, command):
             "logprobs": [step[t].logprob for t, step in zip(answer.token_ids, answer.logprobs, strict=True)],
             "cached": out.num_cached_tokens,
             "ended": answer.finish_reason,
+            "guessed": [now - then for now, then in zip(guessed(llm), before, strict=True)],
         })  # fmt: skip
     return answers
 

@@ -71,9 +71,9 @@ def names(config=CONFIG, seed=None, whole_rows=False, **options):
     return made
 
 
-def manager(naming, max_held=100, lease_s=30.0, wait_s=0.5):
+def manager(naming, max_held=100, lease_s=30.0, wait_s=0.5, wait_pending_s=0.0):
     client = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
-    return KvstoredManager(client, naming, wait_s, 0.0, lease_s, max_held, events=True)
+    return KvstoredManager(client, naming, wait_s, wait_pending_s, lease_s, max_held, events=True)
 
 
 def step(offloading, new=(), preempted=()):
@@ -151,6 +151,7 @@ def engine(revision, load_format="auto", hashes="sha256", cache=None):
         model_config=SimpleNamespace(
             model="some/model", revision=revision, hf_config=Configuration(), dtype="float32",
             quantization=None, quantization_config=None, model_class_overrides={}, multimodal_config=None,
+            pooler_config=None,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", prefix_caching_hash_algo=hashes, kv_cache_dtype_skip_layers=[]
@@ -274,6 +275,22 @@ def what_was_being_loaded_at_a_reset_is_found_and_held_no_more():
     assert client.stats()["pins"] == 0
 
 
+def what_another_engine_computes_is_waited_for_and_computed_once():
+    naming = names(model_version="pending")
+    patient, impatient = manager(naming, wait_pending_s=3600.0), manager(naming)
+    writer = client.create(naming.whole(KEYS[:1]), layout)
+    assert patient.lookup(KEYS[0], CONTEXT) is LookupResult.HIT_PENDING
+    assert impatient.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
+    assert list(patient.prepare_store(KEYS[:1], CONTEXT).keys_to_store) == [], "it would be stored twice"
+    writer[0].copy_layer(0, content[0])
+    writer.seal()
+    assert answers(patient, KEYS[:1]) == [True]
+    for offloading in (patient, impatient):
+        offloading.on_request_finished(CONTEXT)
+        offloading.shutdown()
+    assert client.stats()["pins"] == 0
+
+
 def a_request_does_not_wait_for_ever_behind_others_blocks():
     """They are brought and compared one batch after another: behind a slow disk it is computed instead."""
     naming = names(model_version="queue")
@@ -349,6 +366,7 @@ def a_store_that_takes_nothing_ends_no_start_of_a_worker():
 
 what_differs_in_one_thing_misses()
 a_store_that_takes_nothing_ends_no_start_of_a_worker()
+what_another_engine_computes_is_waited_for_and_computed_once()
 a_request_does_not_wait_for_ever_behind_others_blocks()
 what_was_computed_before_a_reset_is_not_stored_behind_it()
 what_was_being_loaded_at_a_reset_is_found_and_held_no_more()

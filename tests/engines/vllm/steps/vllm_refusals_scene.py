@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 import torch
-from vllm.config import KVTransferConfig, MultiModalConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -90,8 +90,22 @@ def media():
     refused(lambda: identity_of(MODEL, fields=counted, enable_prefix_caching=False), "mm_processor_cache_gb")
 
 
+def pooling():
+    """vLLM ends at a request of which a part was loaded, where all of it must be computed in one step."""
+
+    def of(**kind):
+        return lambda: identity_of(
+            MODEL, runner="pooling", convert="embed", pooler_config=PoolerConfig(**kind), dtype="float32"
+        )
+
+    refused(of(seq_pooling_type="MEAN"), "MEAN")
+    refused(of(seq_pooling_type="CLS"), "CLS")
+    assert of(seq_pooling_type="LAST")()
+
+
 for half in KVConnectorRole:
     configurations(half)
     caches(half)
 media()
+pooling()
 print("PASSED", flush=True)
