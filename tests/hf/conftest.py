@@ -71,15 +71,13 @@ def attach(model, client):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A tiny random model with a tokenizer of bytes, saved as a user's would be."""
+def save_tiny(home: Path, **changed) -> Path:
+    """A tiny random model with a tokenizer of bytes, as a user's would be. changed: of its configuration."""
     import transformers  # most tests here have no model
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from tests.hf.zoo import build
 
-    home = tmp_path_factory.mktemp("model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{byte: 3 + i for i, byte in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -90,8 +88,13 @@ def home(tmp_path_factory):
     )
     fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     fast.save_pretrained(home)
-    build("llama").save_pretrained(home)
+    build("llama", **changed).save_pretrained(home)
     return home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

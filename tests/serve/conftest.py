@@ -12,10 +12,9 @@ import urllib.request
 import pytest
 
 from tests.conftest import ROOT
-from tests.hf.conftest import home
+from tests.hf.conftest import save_tiny
 from tests.warm_python import WarmPython
 
-__all__ = ["home"]
 START_TIMEOUT_S = 300.0  # one that imports torch by itself, beside others
 
 
@@ -70,6 +69,12 @@ class Server:
         self.process.send_signal(signal.SIGINT)
         _, errors = self.process.communicate(timeout=60)
         return errors
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Its steps go through all layers at once, as larger ones: heads of eight numbers are left to torch."""
+    return save_tiny(tmp_path_factory.mktemp("model"), head_dim=32)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from tests.hf.zoo import build, generate, known, prompt
 
 NEW, WAIT_S = 12, 120
 LIMITS = Limits(max_batch=4, piece_tokens=64)
+WIDE_HEADS = {"llama": {"head_dim": 32}}  # else its attentions, and with them its layers, are left to torch
 
 
 class Letters:
@@ -36,7 +37,7 @@ class Letters:
 
 @pytest.fixture(params=["llama", "gemma2", "gpt2", "gpt_oss"])
 def served(request):
-    model = build(request.param, layers=2)
+    model = build(request.param, layers=2, **WIDE_HEADS.get(request.param, {}))
     with (
         kvclient.InMemoryClient(64 << 20) as client,
         kvclient.hf.attach(model, client, block_tokens=16) as kv,
@@ -75,6 +76,8 @@ def test_a_loops_layers_are_computed_by_native_cpu(served):
     model, _, _ = served
     kinds = {type(module).__name__ for module in model.modules() if "forward" in module.__dict__}
     assert kinds >= {"Linear"}
+    if type(model).__name__.startswith("Llama"):
+        assert kinds >= {"LlamaModel", "LlamaDecoderLayer"}, "nobody tries a step through all layers"
 
 
 def test_rows_of_unequal_lengths_say_what_they_say_alone(served):

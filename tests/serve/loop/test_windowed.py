@@ -21,7 +21,7 @@ from kvclient.serve.engine.sampling import Sampler, Sampling
 from kvclient.serve.engine.text import Text
 from kvclient.serve.engine.windowed import WindowedCache, Windowing
 from tests.hf.zoo import build, prompt
-from tests.serve.loop.test_loop import LIMITS, Letters, alone, ask, ended
+from tests.serve.loop.test_loop import LIMITS, WIDE_HEADS, Letters, alone, ask, ended
 
 SMALL = {"recent": 64, "older": 64, "codec": "int8"}
 WIDE = {"recent": 160, "older": 64, "codec": "int8"}
@@ -114,7 +114,7 @@ def test_a_window_that_cannot_be_had_is_refused(tiny, more, word):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_rows_beside_a_windowed_one_say_what_they_say_alone(name):
-    model, events = build(name, layers=2), queue.Queue()
+    model, events = build(name, layers=2, **WIDE_HEADS.get(name, {})), queue.Queue()
     windowing = Windowing(Window(64, 64), head_tokens=8)
     with (
         kvclient.InMemoryClient(64 << 20) as client,
