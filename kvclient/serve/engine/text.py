@@ -14,16 +14,21 @@ CONTEXT = 8  # tokens decoded again with each new one: some tokenizers join a wo
 
 
 class Text:
-    """special: whether special tokens are shown."""
+    """special: whether special tokens are shown. behind: the tokens that this text goes on from, of which
+    nothing is shown: a tokenizer that sets a space before words leaves out that of a text's first.
+    """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), special: bool = False, behind: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._stops, self._special = tokenizer, [s for s in stops if s], special
         self._longest = max(map(len, self._stops), default=1) - 1
         self._tokens: list[int] = []
         self._from = 0  # the first token of the part that is decoded again
-        self._read = 0  # the tokens that are told
         self._held = ""  # decoded, not shown yet
         self._told = 0  # characters of the part that are in _held or were shown
+        self._go_on(behind)
+        self._read = len(self._tokens)  # that are told
         self.stopped: str | None = None
 
     def add(self, token: int) -> str:
@@ -60,6 +65,16 @@ class Text:
             if shorter and part.endswith(shorter):
                 self._from, self._told = start, len(shorter)
                 return
+
+    def _go_on(self, behind: Sequence[int]) -> None:
+        """From the first of so many last tokens that begins with a whole character; from none else."""
+        for count in range(min(CONTEXT, len(behind)), min(3 * CONTEXT, len(behind)) + 1) if behind else ():
+            self._tokens = list(behind[-count:])
+            part = self._decode(0)
+            if (part or count == len(behind)) and not part.startswith(UNFINISHED):
+                self._told = len(part.rstrip(UNFINISHED))
+                return
+        self._tokens = []
 
     def _decode(self, start: int) -> str:
         return self._tokenizer.decode(self._tokens[start:], skip_special_tokens=not self._special)

@@ -230,13 +230,14 @@ class Asking:
 
     def tokenized(self, asked: TokenizeRequest) -> list[int]:
         """The ids of a text or a chat. Raises ApiError where there is neither, or more than one."""
-        told = [text for text in (asked.prompt, asked.content, asked.messages) if text is not None]
-        if len(told) != 1:
+        texts = {asked.prompt, asked.content} - {None}  # vLLM's word, and llama.cpp's
+        told = len(texts) + (asked.messages is not None)
+        if told != 1:
             text = "one of prompt, content and messages is needed"
-            raise ApiError(400, f"{text}; {len(told)} are there", param="prompt")
+            raise ApiError(400, f"{text}; {told} are there", param="prompt")
         if asked.messages is not None:
             return self.chat_tokens(asked.messages)
-        text = asked.prompt if asked.prompt is not None else asked.content or ""
+        text = str(texts.pop())
         text.encode()
         return list(self.tokenizer(text, add_special_tokens=asked.add_special_tokens)["input_ids"])
 
@@ -311,10 +312,11 @@ class Asking:
             sampling = Sampling(**{**ask.sampling.__dict__, "seed": seed})
             matcher = None if ask.matcher is None else ask.matcher.fresh()
             special = ask.tools and not ask.constrained  # <tool_call> is a special token of some models
+            goes_on = getattr(request, "continue_final_message", True)  # a completion, too
             out.append(
                 Job(
                     ask.prompt, ask.new_tokens, Sampler(sampling, ask.prompt, matcher),
-                    Text(self.tokenizer, request.stop or (), special),
+                    Text(self.tokenizer, request.stop or (), special, ask.prompt if goes_on else ()),
                     lambda event, index=index: tell(index, event),
                     ends=frozenset() if request.ignore_eos else self._ends, salt=salt,
                     read=cache.read, write=cache.write,
@@ -347,12 +349,12 @@ class Asking:
     ) -> Ask:
         window = more.get("windowing")
         most = self.max_tokens if window is None else max(self.max_tokens, MOST_POSITIONS)
-        room = most - len(prompt)
+        room, least = most - len(prompt), 1 if wanted is None else wanted
         param = "prompt" if isinstance(request, CompletionRequest) else "messages"
-        if room < (wanted or 1):
-            raise too_long(len(prompt), wanted or 1, most, param)
-        if window is None and len(prompt) + (wanted or 1) > self.loop.limits.memory_tokens:
-            raise too_large(len(prompt), wanted or 1, self.loop.limits.memory_tokens, param)
+        if room < least:
+            raise too_long(len(prompt), least, most, param)
+        if window is None and len(prompt) + least > self.loop.limits.memory_tokens:
+            raise too_large(len(prompt), least, self.loop.limits.memory_tokens, param)
         new_tokens = wanted
         if new_tokens is None:
             held = self.loop.limits.memory_tokens - len(prompt) if window is None else room

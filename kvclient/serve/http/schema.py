@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic import Strict as Strictness
 
 MOST_STOPS, MOST_STOP_CHARS, MOST_CHOICES, MOST_TOOLS = 16, 256, 16, 64
@@ -86,6 +86,13 @@ class Common(Strict):
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("only with stream: true")
+        return value
 
     @field_validator("stop")
     @classmethod

@@ -90,6 +90,7 @@ def test_what_is_null_is_not_said_and_what_changes_nothing_is_taken(path, asked)
         (CHAT, {"messages": SAID, "stop": 5}, "stop", "string"),
         (CHAT, {"messages": SAID, "stop": ["a", ""]}, "stop", "no characters"),
         ("/tokenize", {"prompt": "x", "messages": SAID}, "prompt", "2 are there"),
+        ("/tokenize", {"prompt": "x", "content": "y"}, "prompt", "2 are there"),
         (CHAT, {"messages": SAID, "logit_bias": {"abc": 1}}, "logit_bias.abc", "integer"),
         (CHAT, {"messages": SAID, "tool_choice": "any"}, "tool_choice", "'required'"),
         (CHAT, {"messages": SAID, "modalities": ["audio"]}, "modalities", "'text'"),
@@ -100,6 +101,8 @@ def test_what_is_null_is_not_said_and_what_changes_nothing_is_taken(path, asked)
          "input.content.type", "'input_text'"),
         (CHAT, {"messages": SAID, "max_tokens": 10**9}, "messages", "computes 500 at most"),
         (COMPLETION, {"prompt": "x" * 501}, "prompt", "computes 500 at most"),
+        (COMPLETION, {"prompt": "x" * 501, "max_tokens": 0, "echo": True}, "prompt", "computes 500 at most"),
+        (CHAT, {"messages": SAID, "stream_options": {}}, "stream_options", "stream: true"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_where_it_is(path, asked, param, word):
@@ -108,9 +111,18 @@ def test_what_is_wrong_is_said_where_it_is(path, asked, param, word):
     assert (answer.status_code, told["param"]) == (400, param) and word in told["message"], told
 
 
+def test_a_text_under_the_names_of_two_servers_is_one():
+    """vLLM has `prompt`, llama.cpp `content`; who asks either sends both."""
+    answer = answered("/tokenize", json={"prompt": "xyz", "content": "xyz"})
+    assert answer.status_code == 200 and answer.json()["count"] == 3, answer.text
+
+
 def test_what_the_model_takes_and_the_memory_does_not_is_413():
-    answer = answered(COMPLETION, json={"prompt": "x" * 90, "max_tokens": 20})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prompt")
+    for tokens, new in ((90, 20), (101, 0)):
+        answer = answered(COMPLETION, json={"prompt": "x" * tokens, "max_tokens": new, "echo": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prompt")
+    answer = answered(COMPLETION, json={"prompt": "x" * 100, "max_tokens": 0, "echo": True})
+    assert answer.status_code == 429, answer.text
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from kvclient.serve.engine.text import CONTEXT, Text
+from kvclient.serve.engine.text import CONTEXT, UNFINISHED, Text
 
 
 class Bytes:
@@ -75,6 +75,20 @@ def test_letters_in_single_bytes_stay_what_they_are(spelling, text):
     stream, ids = Text(spelling), spelling(text)["input_ids"]
     shown = "".join(map(stream.add, ids)) + stream.end()
     assert shown == spelling.decode(ids) == text
+
+
+@example(text="ab a", cut=2)
+@example(text="漢漢漢漢漢漢 b", cut=20)
+@given(text=st.text("abé漢🙂 ", min_size=1, max_size=80), cut=st.integers(0, 400))
+@settings(deadline=None)
+def test_what_goes_on_a_text_is_the_rest_of_it(spelling, text, cut):
+    """A completion: its first word lost its space."""
+    ids = spelling(text)["input_ids"]
+    before = spelling.decode(ids[: cut % len(ids)])
+    stream = Text(spelling, behind=ids[: cut % len(ids)])
+    shown = "".join(map(stream.add, ids[cut % len(ids) :])) + stream.end()
+    if UNFINISHED not in before:  # it is whole characters
+        assert before + shown == text
 
 
 @pytest.mark.parametrize("ends", [1, 8, 12, 40, 400])

@@ -6,7 +6,7 @@ Owns the shapes. Never computes. Invariant: the pieces of a stream, put together
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvclient.serve.engine.job import Done, Prompt, Token
@@ -33,11 +33,11 @@ def completion_whole(run: Run) -> dict[str, Any]:
 
 class Offsets:
     """Where in a text each of its tokens begins; of the pieces of a character, where that does. at: the
-    characters before it.
+    characters before it. behind: the tokens of those.
     """
 
-    def __init__(self, tokenizer: Any, at: int = 0) -> None:
-        self._text, self._at = Text(tokenizer), at
+    def __init__(self, tokenizer: Any, at: int = 0, behind: Sequence[int] = ()) -> None:
+        self._text, self._at = Text(tokenizer, behind=behind), at
 
     def of(self, token: int) -> int:
         """The next token's."""
@@ -58,7 +58,8 @@ def named(tokenizer: Any, token: int) -> str:
 def behind(run: Run, choice: Choice) -> Offsets:
     """Of its answer."""
     tokenizer, ask = run.asking.tokenizer, choice.ask
-    return Offsets(tokenizer, len(tokenizer.decode(ask.prompt, skip_special_tokens=True)) if ask.echo else 0)
+    at = len(tokenizer.decode(ask.prompt, skip_special_tokens=True)) if ask.echo else 0
+    return Offsets(tokenizer, at, ask.prompt)
 
 
 def listed(run: Run, choice: Choice, answer: Offsets) -> dict[str, Any]:
