@@ -23,7 +23,7 @@ import kvclient
 from kvclient.blocks.chunker import CHUNKERS
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_BLOCK_TOKENS
 from kvclient.errors import InvalidArgument, KVClientError
-from kvclient.serve import keys, listening, settings
+from kvclient.serve import keys, listening, settings, spared
 
 EXAMPLES = """examples:
   kvclient-serve ./SmolLM2                          beside this host's daemon
@@ -330,6 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({**shown, "api_keys": len(chosen.keys)}, indent=2))
         return 0
     try:
+        spared.import_transformers()
         from kvclient.serve.http.app import create_app
     except ModuleNotFoundError as missing:
         hint = "pip install '.[serve,hf]' in kvstored's source"

@@ -60,6 +60,8 @@ def test_completions_take_lists_and_ids_and_tell_logprobs(client, tiny):
     logprobs = by_text.choices[0].logprobs
     assert logprobs.token_logprobs[0] is None and len(logprobs.tokens) == len(ids) + 4
     assert len(client.completions.create(prompt=["a", "b"], n=2, **request).choices) == 4
+    scored = client.completions.create(prompt=[70] * 512, **{**request, "max_tokens": 0})  # all its positions
+    assert len(scored.choices[0].logprobs.token_logprobs) == 512
     assert tiny.post("/detokenize", {"tokens": ids})[2]["prompt"] == "abc"
 
 
@@ -307,10 +309,30 @@ def test_a_full_queue_answers_429_with_when_to_come_again(server):
     assert set(statuses) == {200, 429} and "2" in again
 
 
-def test_two_servers_share_what_one_computed_and_neithers_nor_a_daemons_death_costs_an_answer(daemon, server):
-    """One of them started as a user starts it, with a hash seed of its own: one identity all the same."""
+NEVER = ("scipy", "boto3", "torch._dynamo.eval_frame", "torch.distributed.tensor")
+WATCH = f"""
+import os, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in {NEVER}:
+            print("nothing needs", name, file=sys.stderr, flush=True)
+            os._exit(3)
+
+sys.meta_path.insert(0, Watch())
+"""
+
+
+def test_two_servers_share_what_one_computed_and_neithers_nor_a_daemons_death_costs_an_answer(
+    daemon, server, tmp_path
+):
+    """One of them started as a user starts it, with a hash seed of its own: one identity all the same. It
+    would end where it imports what takes memory and no server needs.
+    """
     started = daemon(memory="64MiB")
-    first = server("--dir", str(started.dir), python=subprocess.Popen, env={"PYTHONHASHSEED": "2"})
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    found = {"PYTHONHASHSEED": "2", "PYTHONPATH": str(tmp_path)}
+    first = server("--dir", str(started.dir), python=subprocess.Popen, env=found)
     second = server("--dir", str(started.dir))
     wanted = first.chat(TEXT)
     got = second.chat(TEXT)
