@@ -326,11 +326,15 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
 }
 
 std::vector<Done> Store::seal(uint32_t owner, std::span<const Seal> blocks) {
-  const Entry entry(*this);
   std::vector<Done> out;
   out.reserve(blocks.size());
-  for (const Seal& block : blocks) out.push_back(seal_one(owner, block));
-  if (anybody_waits())
+  bool wake;
+  {
+    const Entry entry(*this);
+    for (const Seal& block : blocks) out.push_back(seal_one(owner, block));
+    wake = anybody_waits();
+  }
+  if (wake)  // without the lock: a thousand may sleep on one word, and nobody else has to wait for them
     for (size_t i = 0; i < out.size(); ++i)
       if (out[i] == Done::Ok) futex_wake_all(progress_[blocks[i].handle.record]);
   return out;
