@@ -26,6 +26,7 @@ from kvclient.hf.streaming import (
     streaming_stats,
     write_trace,
 )
+from kvclient.hf.streaming.admission import CHUNK, Admission
 from kvclient.hf.streaming.files.checkpoint import HUB_ID
 from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.residency import RESIDENCIES
@@ -95,6 +96,19 @@ def drafts(named: str | None) -> Speculation | None:
     return Speculation(transformers.AutoModelForCausalLM.from_pretrained(named, local_files_only=True).eval())
 
 
+def admitted(model: torch.nn.Module, ids: torch.Tensor, asked: argparse.Namespace) -> int | None:
+    """Tokens of a prompt, ids [1, tokens], that are computed at one time, fewer where memory is short; None:
+    all, as they are with drafts. Raises RequestTooLarge for one that needs more than --memory.
+    """
+    prompt = ids.shape[1]
+    pieces = [prompt] if asked.draft else [CHUNK, CHUNK // 4]  # each reads what is streamed once more
+    tried = [Admission(model, asked.memory, piece) for piece in pieces]
+    wide = (each for each in tried if each.longest(asked.max_new_tokens, most=prompt) == prompt)
+    admission = next(wide, tried[-1])
+    admission.admit(ids, asked.max_new_tokens)
+    return admission.chunk if prompt > admission.chunk else None
+
+
 def said(speculation: Speculation | None) -> dict[str, object]:
     """What speculation did, for the output; empty without."""
     if speculation is None or (last := speculation.last) is None:
@@ -146,7 +160,9 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     print(expected(stats, pass_s), file=sys.stderr)
     inputs = inputs.to(asked.device)
     speculation = drafts(asked.draft)
-    options = {"custom_generate": speculation} if speculation is not None else {}
+    options: dict[str, Any] = {"custom_generate": speculation} if speculation is not None else {}
+    if piece := admitted(model, inputs["input_ids"], asked):
+        options["prefill_chunk_size"] = piece
     began = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(**inputs, max_new_tokens=asked.max_new_tokens, do_sample=False, **options)

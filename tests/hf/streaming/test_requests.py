@@ -164,6 +164,26 @@ def test_what_the_command_is_told_wrongly_is_said_before_it_loads(
     assert sorted(path.name for path in home.iterdir()) == before
 
 
+def test_a_prompt_beyond_the_commands_memory_is_said_before_it_is_computed(tmp_path, monkeypatch, capsys):
+    home, ran = write_checkpoint(tmp_path, tiny_llama(1), 32), []
+
+    def letters(text, **_):
+        return transformers.BatchEncoding({"input_ids": torch.ones(1, len(text), dtype=torch.int64)})
+
+    def generate(_model, input_ids, max_new_tokens, **options):
+        ran.append(options.get("prefill_chunk_size"))
+        raise InvalidArgument("as far as this test goes")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: letters)
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", generate)
+    for tokens in (300_000, 100_000, 2000, 20):
+        monkeypatch.setattr("sys.argv", ["it", str(home), "--memory", "260MiB", "--prompt", "x" * tokens])
+        assert __main__.main() == 1
+        said = "memory=272629760; the longest prompt that fits has" if tokens > 100_000 else "as far as this"
+        assert said in capsys.readouterr().err
+    assert ran == [128, 512, None]
+
+
 def test_ctrl_c_ends_the_command_without_a_traceback(monkeypatch, capsys):
     def run(_):
         raise KeyboardInterrupt
