@@ -21,6 +21,7 @@ class Health:
         self._client, self._logger = client, logger
         self._lock = threading.Lock()
         self._failed = False  # since the last look
+        self._over = False  # nothing is shared any more
         self._since: float | None = None
         self._since_clock = ""
         self._why = ""
@@ -52,6 +53,12 @@ class Health:
         with self._lock:
             self._note(f"{what} failed: {error}")
 
+    def end(self, why: str) -> None:
+        """The engine goes on without the store for good."""
+        with self._lock:
+            self._over, self._since = True, None
+            self._note(why)
+
     def _note(self, why: str) -> None:
         self.failures_total += 1
         self._failed = True
@@ -71,7 +78,7 @@ class Health:
             if degraded:
                 if self._since is None:
                     self._note("the daemon failed: it cannot be reached")
-            elif self._since is not None and not self._failed:
+            elif self._since is not None and not self._failed and not self._over:
                 away_s = time.monotonic() - self._since
                 self._since = None
                 self._logger.warning(

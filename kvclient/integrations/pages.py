@@ -124,7 +124,7 @@ class Pages:
         else:  # it may have gone since
             wrong = self.states([key])[0] == RESIDENT
         if wrong:
-            self._health.failed("a store", WRONG_LATER)
+            self._health.end(WRONG_LATER)
             self._client = Refusing(WRONG_LATER)
 
     def _unlike(self, source: Any) -> Any:

@@ -54,6 +54,19 @@ def test_what_fails_at_every_step_is_said_once():
     assert len(lines) == 2 and "is back" in lines[1]
 
 
+def test_what_is_over_does_not_come_back():
+    lines = []
+    health = made(lines)
+    health.failed("a load", "no pin is left")
+    health.end("a block came back changed")
+    for _ in range(3):
+        health.look()
+    health.failed("a load", "a block came back changed")
+    health.look()
+    assert health.away
+    assert ["came back changed" in line for line in lines] == [False, True]
+
+
 def test_a_wrong_directory_is_named_at_the_start(tmp_path):
     lines = []
     client = kvclient.connect(tmp_path / "typo", on_error="miss", timeout_s=0.1)

@@ -157,7 +157,7 @@ class Worker:
             return
         self._untried = False
         if not same:
-            self._health.failed("a save", WRONG_LATER)
+            self._health.end(WRONG_LATER)
             self._client = Refusing(WRONG_LATER)
 
     # ---------------------------------------------------------------- one step
