@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 
+from tests.hf.conftest import save_tiny
+
 anthropic = pytest.importorskip(
     "anthropic", reason="the anthropic client is not installed: make test does it"
 )
@@ -23,6 +25,12 @@ SCHEMA = {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, "required
           "additionalProperties": False}  # fmt: skip
 LOOK = [{"role": "user", "content": "Look!"}]
 TOOL = {"name": "look", "description": "Looks.", "input_schema": SCHEMA}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Its answers have readable letters, of which stop strings are cut."""
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
