@@ -86,8 +86,9 @@ class Pages:
                 self._fill(writer, sources, sealed)  # those whose other writer gave up
         finally:
             writer.abort()
-        if self._untried and sealed:
-            self._compare(keys[min(sealed)], sources[min(sealed)])
+        if self._untried and sealed and self._is_wrong(keys[min(sealed)], sources[min(sealed)]):
+            self._refuse([keys[i] for i in sealed])
+            return [result == "exists" for result in writer.results]
         return [i in sealed or result == "exists" for i, result in enumerate(writer.results)]
 
     def _fill(self, writer: Any, sources: list[Any], sealed: set[int]) -> None:
@@ -116,16 +117,19 @@ class Pages:
         """The first page that is stored is compared: there was nothing to try with."""
         self._untried = True
 
-    def _compare(self, key: bytes, source: Any) -> None:
+    def _is_wrong(self, key: bytes, source: Any) -> bool:
         """The self-test that the start had to put off."""
         back = self._unlike(source)
         if self.get([key], [back])[0]:
-            wrong, self._untried = not self._same(source, back), False
-        else:  # it may have gone since
-            wrong = self.states([key])[0] == RESIDENT
-        if wrong:
-            self._health.end(WRONG_LATER)
-            self._client = Refusing(WRONG_LATER)
+            self._untried = False
+            return not self._same(source, back)
+        return self.states([key])[0] == RESIDENT  # it may have gone since
+
+    def _refuse(self, stored: list[bytes]) -> None:
+        """From now on. Nobody is to find what was stored beside a wrong one: its checksums are right."""
+        self.delete(stored)
+        self._health.end(WRONG_LATER)
+        self._client = Refusing(WRONG_LATER)
 
     def _unlike(self, source: Any) -> Any:
         """Buffers of its size that differ in each byte."""

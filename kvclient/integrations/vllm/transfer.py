@@ -157,8 +157,16 @@ class Worker:
             return
         self._untried = False
         if not same:
-            self._health.end(WRONG_LATER)
-            self._client = Refusing(WRONG_LATER)
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """From now on. Nobody is to find what was stored beside a wrong one: its checksums are right."""
+        try:
+            self._client.delete([moved.key(i) for moved in self._saving for i in range(len(moved.indices))])
+        except KVClientError as error:
+            self._health.failed("a delete", error)
+        self._health.end(WRONG_LATER)
+        self._client = Refusing(WRONG_LATER)
 
     # ---------------------------------------------------------------- one step
 

@@ -285,6 +285,7 @@ def test_a_store_that_takes_nothing_ends_no_start(daemon, make, caplog, monkeypa
         wrong.batch_set_v1(keys[2:], pool.slots([3, 4]))
     assert wrong.batch_exists(keys[:2]) == 0
     assert full.batch_exists(keys[:2]) == 2
+    assert full.batch_exists(keys[2:]) == 0  # nor does another engine find what may be wrong
     assert wrong.batch_get_v1(keys[:2], pool.slots([1, 2])) == [False, False]
     assert wrong.batch_set_v1(hashes(90, 1), pool.slots([1])) == [False]
     assert "did not come back as it was" in caplog.text

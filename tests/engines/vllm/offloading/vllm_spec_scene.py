@@ -351,7 +351,7 @@ def a_store_that_takes_nothing_ends_no_start_of_a_worker():
             moved(wrong, 1, first, 1, load=False)
     assert any("did not come back as it was" in line for line in said), said
     assert not moved(wrong, 2, second, 2, load=False) and not moved(wrong, 3, first, 3, load=True)
-    assert moved(full, 2, first, 3, load=True) and torch.equal(blocks[3], was[1])
+    assert not moved(full, 2, first, 3, load=True), "nor does another engine find it"
     for half in (full, draining, wrong):
         half.shutdown()
     for answer, words in (([True], "came back changed"), ([False], "was not found again")):

@@ -105,7 +105,7 @@ def a_store_that_takes_nothing_ends_no_start():
         assert worker._untried and _step(worker, part, [1]) == (b"\2", set())
         assert not worker._untried
     wrong._rows[1].stride = 0  # as if its blocks lay elsewhere
-    assert _step(wrong, behind, [2])[0] == b"\2"
+    assert _step(wrong, behind, [2])[0] == b"\0", "what was stored wrong is taken out again"
     assert _step(wrong, keys, [3, 4], load=True)[1] == {3, 4}, "nothing is shared from then on"
     assert _step(wrong, os.urandom(KEY_BYTES), [5])[0] == b"\0"
     assert wrong.health.away
