@@ -41,7 +41,9 @@ def publish(attachment: Attached, model: Any, tokens: Sequence[int], cache: Any)
         return 0
     if not keeps_of(cache):
         name = type(cache).__name__
-        raise InvalidArgument(f"cache={name}; it must be the cache of a call that went by the attachment")
+        raise InvalidArgument(
+            f"cache={name}; it must be of a call that went by the store (last.bypassed says why not)"
+        )
     layers = every_part(cache.layers)
     if any(kept.storage is None for kept in layers):
         return 0

@@ -98,13 +98,18 @@ def drafts(named: str | None) -> Speculation | None:
 
 def admitted(model: torch.nn.Module, ids: torch.Tensor, asked: argparse.Namespace) -> int | None:
     """Tokens of a prompt, ids [1, tokens], that are computed at one time, fewer where memory is short; None:
-    all, as they are with drafts. Raises RequestTooLarge for one that needs more than --memory.
+    all, as they are with drafts, or where not one token is sure to fit, which is said. Raises RequestTooLarge
+    for a prompt that needs more than --memory.
     """
     prompt = ids.shape[1]
     pieces = [prompt] if asked.draft else [CHUNK, CHUNK // 4]  # each reads what is streamed once more
     tried = [Admission(model, asked.memory, piece) for piece in pieces]
     wide = (each for each in tried if each.longest(asked.max_new_tokens, most=prompt) == prompt)
     admission = next(wide, tried[-1])
+    if not admission.longest(asked.max_new_tokens, most=1):  # the layers that stay took what there was
+        least = admission.estimate(1, asked.max_new_tokens).bytes
+        print(f"note: one token may take {least} bytes, --memory is {asked.memory}", file=sys.stderr)
+        return None
     admission.admit(ids, asked.max_new_tokens)
     return admission.chunk if prompt > admission.chunk else None
 

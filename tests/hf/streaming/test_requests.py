@@ -182,6 +182,9 @@ def test_a_prompt_beyond_the_commands_memory_is_said_before_it_is_computed(tmp_p
         said = "memory=272629760; the longest prompt that fits has" if tokens > 100_000 else "as far as this"
         assert said in capsys.readouterr().err
     assert ran == [128, 512, None]
+    monkeypatch.setattr(__main__.Admission, "longest", lambda *_, **__: 0)  # the layers that stay took it all
+    assert __main__.main() == 1
+    assert "note: one token may take" in capsys.readouterr().err and ran[3:] == [None]
 
 
 def test_ctrl_c_ends_the_command_without_a_traceback(monkeypatch, capsys):
