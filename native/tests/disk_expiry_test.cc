@@ -156,7 +156,8 @@ TEST(files_of_a_clock_that_ran_a_day_ahead_make_way_for_new_ones) {
   CHECK(lying(0, kFiles) < kFiles / 2);
 
   const timespec tomorrow{.tv_sec = ::time(nullptr) + kDayS, .tv_nsec = 0}, times[2] = {tomorrow, tomorrow};
-  for (const fs::path& path : rig.files()) CHECK_EQ(::utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+  for (const fs::path& path : rig.files())  // of which one may go meanwhile
+    CHECK(::utimensat(AT_FDCWD, path.c_str(), times, 0) == 0 || errno == ENOENT);
   rig.restart(false);
   CHECK(lying(100, kNew) > kFiles / 2);
   put_some(200, kNew);

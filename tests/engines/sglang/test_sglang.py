@@ -331,7 +331,7 @@ def test_a_corrupt_page_is_a_miss(daemon, make):
 
 def test_a_killed_daemon_is_an_empty_store(daemon, make, wait_until, caplog):
     kvstored, pool, keys = daemon(), HostPool(), hashes(0, 4)
-    backend = make(kvstored, {"kv": pool}, {"timeout_s": 0.5, "wait_s": 0.2})
+    backend = make(kvstored, {"kv": pool}, {"timeout_s": 5.0, "wait_s": 0.2})
     assert all(backend.batch_set_v1(keys, pool.slots([1, 2, 3, 4])))
     kvstored.kill()
     assert backend.batch_set_v1(hashes(50, 4), pool.slots([1, 2, 3, 4])) == [False] * 4
