@@ -18,7 +18,7 @@ import numpy as np
 from kvclient.blocks.layout import MAX_BLOCK_TOKENS, MAX_LAYER_BYTES_PER_TOKEN, MAX_LAYERS, Layout
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.health import Health
-from kvclient.integrations.self_test import WRONG_LATER, Refusing, Tried, try_at_start
+from kvclient.integrations.self_test import TRIES, WRONG_LATER, Refusing, Tried, try_at_start
 
 MISSING, RESIDENT, ON_DISK = 0, 2, 3
 Buffers = Sequence[np.ndarray]  # of one page: contiguous bytes each
@@ -32,7 +32,7 @@ class Pages:
     def __init__(self, client: Any, health: Health, wait_s: float) -> None:
         """`wait_s` bounds what put() waits for another writer and get() for the disk."""
         self._client, self._health, self._wait_s = client, health, wait_s
-        self._untried = False  # the first page that is stored and found is compared
+        self._untried = 0  # how often a page that is stored is to be read back, until one is
         self._lock = threading.Lock()
         self._layouts: dict[tuple[int, ...], int] = {}
 
@@ -111,19 +111,22 @@ class Pages:
         """The self-test of an engine's start (kvclient.integrations.self_test), or of the first page that is
         stored where the store takes none just now. Raises InvalidArgument, NotPermitted."""
         if not try_at_start(self._client, self._health, attempt, block, token_counts, who):
-            self._untried = True
+            self.try_later()
 
     def try_later(self) -> None:
         """The first page that is stored is compared: there was nothing to try with."""
-        self._untried = True
+        self._untried = TRIES
 
     def _is_wrong(self, key: bytes, source: Any) -> bool:
         """The self-test that the start had to put off."""
         back = self._unlike(source)
         if self.get([key], [back])[0]:
-            self._untried = False
+            self._untried = 0
             return not self._same(source, back)
-        return self.states([key])[0] == RESIDENT  # it may have gone since
+        if self.states([key])[0] == RESIDENT:  # it may have gone since, or no pin was left
+            self._untried -= 1
+            return not self._untried
+        return False
 
     def _refuse(self, stored: list[bytes]) -> None:
         """From now on. Nobody is to find what was stored beside a wrong one: its checksums are right."""

@@ -1,8 +1,9 @@
 """What a server never needs of what torch and transformers import: memory, and seconds of its start.
 
 Owns what stands in the place of that. Never in a process that has transformers already, as a program that
-uses this as a library: it asked by then what there is. Invariant: whoever asks for more than stands there
-gets the real thing.
+uses this as a library: it asked by then what there is. Invariant: whoever asks the compiler for more than
+stands there gets the compiler, and who imports scipy or boto3 later gets those. Transformers itself holds for
+good that there is no scipy and one process alone: its losses of detection and its sharding are for training.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class _Compiler(types.ModuleType):
         """Imported now, in the place of this."""
         if sys.modules.get(COMPILER) is self:
             del sys.modules[COMPILER]
-        return importlib.import_module(COMPILER)
+        real = importlib.import_module(COMPILER)
+        setattr(real, MASKS.rpartition(".")[2], sys.modules[MASKS])  # imported before it, so not set by it
+        return real
 
 
 class _Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):

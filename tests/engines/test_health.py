@@ -1,18 +1,24 @@
 """Goal: one log line when an engine's store goes and one when it is back, however many threads ask and
-however often a call fails meanwhile; a lease of nothing holds nothing, leases can be counted at any time, and
-a reader who comes behind its lease's end does not end another's.
+however often a call fails meanwhile; a page that could not be read back once is no wrong one; a lease of
+nothing holds nothing, leases can be counted at any time, and a reader who comes behind its lease's end does
+not end another's.
 
-Method: the two classes alone, with a client that is told what to be.
+Method: the classes alone, with a client that is told what to be, or one in the process.
 """
 
 import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
+
 import kvclient
 from kvclient.integrations import health as module
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
+from kvclient.integrations.pages import Pages
+from kvclient.integrations.self_test import TRIES, WRONG_LATER
 
 
 def made(lines, degraded=False):
@@ -143,3 +149,20 @@ def test_a_reader_who_comes_too_late_ends_no_other_readers_lease():
     leases.end(ended)
     assert not leases.count and not leases._over
     leases.close()
+
+
+@pytest.mark.parametrize("times", [TRIES - 1, TRIES])
+def test_a_page_that_cannot_be_read_back_is_wrong_only_if_that_is_so_again_and_again(monkeypatch, times):
+    """No pin may be left for a moment."""
+    lines = []
+    logger = SimpleNamespace(warning=lambda text, *values: lines.append(text % values))
+    with kvclient.InMemoryClient(8 << 20) as client:
+        pages = Pages(client, Health(client, logger), 0.1)
+        layout, content = pages.format([4096]), [[np.full(4096, 7, np.uint8)]]
+        pages.try_later()
+        with monkeypatch.context() as hindered:
+            hindered.setattr(Pages, "get", lambda *_: [False])
+            put = [pages.put([bytes([turn]) * 32], layout, content) for turn in range(times)]
+        assert put == [[True]] * (TRIES - 1) + [[False]] * (times - TRIES + 1)
+        assert pages.put([b"e" * 32], layout, content) == [times < TRIES]
+        assert any(WRONG_LATER in line for line in lines) == (times == TRIES)

@@ -26,7 +26,6 @@ constexpr size_t kEncryptBytes = 128 << 10;      // at a time, and sent while th
 constexpr uint64_t kDirectBytes = 16 << 10;      // what is larger is received where it belongs
 constexpr uint64_t kPieceBytes = 256 << 10;      // summed up while it is in the cache
 constexpr uint64_t kSlowestBytesPerS = 4 << 20;  // who sends slower is as good as frozen
-constexpr uint64_t kNsPerMs = 1'000'000;
 
 bool wait_for(int fd, short events, int timeout_ms) {
   pollfd polled{fd, events, 0};

@@ -20,6 +20,7 @@
 namespace kv::peer {
 
 inline constexpr int kStallMs = 1500;  // without a byte
+inline constexpr uint64_t kNsPerMs = 1'000'000;
 
 // The connection is of no more use.
 struct Broken : std::runtime_error {

@@ -14,7 +14,6 @@ namespace kv::peer {
 namespace {
 constexpr int kSliceMs = 50;                   // between two looks whether the block is wanted, and its second half comes
 constexpr int kSlowMs = 200, kMuchSlower = 4;  // as SecondPace judges
-constexpr uint64_t kNsInMs = 1'000'000;
 constexpr uint64_t kPaceBytes = 256 << 10;
 constexpr size_t kMostParked = 1024;
 // A peer that is frozen while the second half comes is found out on the first connection.
@@ -239,11 +238,11 @@ uint32_t SecondHalf::here() const {
 }
 
 SecondPace::SecondPace(uint64_t first_bytes, uint64_t first_ns, uint64_t bytes, uint64_t now_ns)
-    : least_(first_bytes * kSlowMs / kMuchSlower / (first_ns / kNsInMs + 1) + 1), bytes_(bytes), since_ns_(now_ns) {}
+    : least_(first_bytes * kSlowMs / kMuchSlower / (first_ns / kNsPerMs + 1) + 1), bytes_(bytes), since_ns_(now_ns) {}
 
 bool SecondPace::too_slow(uint64_t bytes, uint64_t now_ns) {
   if (bytes - bytes_ >= least_) bytes_ = bytes, since_ns_ = now_ns;
-  return now_ns - since_ns_ >= kSlowMs * kNsInMs;
+  return now_ns - since_ns_ >= kSlowMs * kNsPerMs;
 }
 
 // ---------------------------------------------------------------- what broke, until the rest comes otherwise
