@@ -21,8 +21,8 @@ from bench.quality.texts import Text
 
 KINDS = ("in context", "alone", "swapped")
 QUESTIONS = 3
-# Of the draw. It was 21 until a factor of the estimate was raised upon two prompts of that reporting draw.
-DRAW = 22
+# Of the draw. Each is used until a factor of the estimate is chosen anew, and then no more.
+DRAW = 23
 QUESTION, ANSWER = 20, 32  # tokens
 # Of a document. Moved ones are of the length that reuse is for; two that are swapped make a prompt as long.
 SIZES = {"in context": (800, 1200), "alone": (800, 1200), "swapped": (250, 450)}

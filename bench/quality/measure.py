@@ -65,7 +65,7 @@ class Subject:
                 kl = (said.exp() * (said - scores)).sum(-1).clamp_min(0)
                 report = kv.last
                 left = 0  # alone: what was found, and computed without being tried
-                if report.inside_bypassed == "reordered":
+                if report.inside_bypassed in ("reordered", "rounding"):
                     left = report.prompt_tokens - report.reused_tokens
                 row = {
                     "case": case.key, "kind": case.kind, "question": number, "names": case.names,

@@ -124,7 +124,9 @@ def search(
             ]
             found.windows = Windows(parts, last + 1)
             inside = found.windows.fitted(inside, least)
-        worth = not inside or non_prefix.repair.worth_trying(inside)
+        halves = prefix.form.dtype.itemsize == 2
+        unworthy = non_prefix.repair.not_worth_trying(inside, halves) if inside else None
+        worth = unworthy is None
         if (
             inside
             and _may_round(served, non_prefix, len(prefix.group.rows))
@@ -137,7 +139,7 @@ def search(
         found.release()
         raise
     if not worth and not any(inside):
-        report.inside_bypassed = "reordered"
+        report.inside_bypassed = unworthy
     size = mask_bytes(non_prefix, inside, exact, last + 1, prefix.form.dtype.itemsize) if inside else 0
     if size > MOST_MASK_BYTES:
         needed = f"a mask of {size} bytes for {non_prefix.config._attn_implementation}"

@@ -14,7 +14,7 @@ computed; at ratio 1.0 every token is.
                 attends to, but nothing else is moved; then the KL of the answer is estimated
                 (kvclient.hf.reuse.estimate): where that is more than `max_kl`, all is computed. Where
                 nobody measured what the estimate is worth on this model, nothing is reused, nor where it is
-                likely to end with all computed (worth_trying).
+                likely to end with all computed (not_worth_trying).
                 Without max_kl: attention where an approximate chunk stands behind `behind_tokens` that it
                 may not have been computed behind, else cacheblend
 
@@ -38,6 +38,9 @@ DEEP = 20  # layers
 # What is promised behind other chunks, at least, for passes over what is stored to cost less than computing
 # all: at 5e-3 25 of 30 such prompts of bench.quality's tuning half ended so, at 1.33 times that.
 LEAST_BEHIND_OTHERS = 1.2e-2
+# And in 16 bits, where rounding moves the question too: of 48 such prompts the least estimate was 7e-3, and
+# half of them had more than this.
+LEAST_IN_HALVES = 1.2e-2
 MOST_CAUTION = 1e6
 ATTENDED, ATTENDED_BEHIND_FRONT = 0.18, 0.05
 METHODS = ("none", "selective", "cacheblend", "attention", "auto")
@@ -54,7 +57,7 @@ class Repair:
     # less than the max_kl it was found for, nothing is promised: nothing is reused.
     caution: float | None = None
     # Before a chunk, inexact: worth asking the question (auto without max_kl). With max_kl, of chunks that it
-    # was not computed behind: worth computing all (worth_trying).
+    # was not computed behind: worth computing all (not_worth_trying).
     behind_tokens: int = 256
     # Where deviation is measured. Layer 1 is the first whose K and V know the context, 2 says much more.
     # None: 2 in a model of twenty layers and more.
@@ -135,20 +138,23 @@ class Repair:
             return far and self.attends > self.ratio
         return self.method == "attention"
 
-    def worth_trying(self, segments: Sequence[Segment]) -> bool:
-        """Whether passes over what is stored are likely to cost less than to compute all. Not where a chunk
-        stands behind others that it was not computed behind, and little may be off: documents that change
-        places, or were computed apart.
+    def not_worth_trying(self, segments: Sequence[Segment], halves: bool) -> str | None:
+        """Why passes over what is stored are likely to cost more than to compute all: "reordered", where a
+        chunk stands behind others that it was not computed behind (documents that change places, or were
+        computed apart), or "rounding", in a model of 16 bits (halves); both where little may be off.
         """
         if not self.promises or self.computes_all:
-            return True
-        if self.promised / (self.caution or 1.0) >= LEAST_BEHIND_OTHERS:
-            return True
+            return None
+        may_be_off = self.promised / (self.caution or 1.0)
+        if halves and may_be_off < LEAST_IN_HALVES:
+            return "rounding"
+        if may_be_off >= LEAST_BEHIND_OTHERS:
+            return None
         others = 0
         for number, segment in enumerate(segments):
             before = (other for other in segments[:number] if segment.position < other.position + len(other))
             others = max(others, sum(map(len, before)))
-        return others < self.behind_tokens
+        return "reordered" if others >= self.behind_tokens else None
 
     def cut(self, layers: int) -> int:
         """The first layer that only chosen tokens go through."""

@@ -13,7 +13,7 @@ import torch
 import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf.reuse import passes
-from kvclient.hf.reuse.estimate import LEFT, LEFT_ROUNDED, Gauge
+from kvclient.hf.reuse.estimate import LEFT, LEFT_HALVES, LEFT_ROUNDED, Gauge
 from kvclient.hf.reuse.repair import Repair
 from tests.hf.inside import COMPUTED, DOCUMENT
 from tests.hf.zoo import build, generate, prompt
@@ -206,7 +206,7 @@ def test_the_estimate_of_planted_distributions():
     for logits in (first, second):
         halves._now = logits.bfloat16()
         halves.passed()
-    assert math.isclose(halves.left(True), LEFT * kl, rel_tol=1e-5)
+    assert math.isclose(halves.left(True), LEFT_HALVES * kl, rel_tol=1e-5)
     gauge = Gauge(8)
     for logits in (first, None):  # a pass whose logits nobody saw
         gauge._now = logits

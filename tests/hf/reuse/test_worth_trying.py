@@ -4,17 +4,20 @@ they were not computed behind, where little may be off.
 Tiny random models and the in-memory fake; which prompts those are was found by bench.quality (docs/log.md).
 """
 
+import copy
+
 import pytest
 import torch
 
+import kvclient.hf
 from kvclient.blocks.match import Piece
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
-from kvclient.hf.request import inside
+from kvclient.hf.request import inside, request
 from kvclient.hf.reuse import products
 from kvclient.hf.reuse.estimate import LEFT_ROUNDED
-from kvclient.hf.reuse.repair import LEAST_BEHIND_OTHERS, Repair
+from kvclient.hf.reuse.repair import LEAST_BEHIND_OTHERS, LEAST_IN_HALVES, Repair
 from kvclient.kernels import contract
-from tests.hf.inside import DOCUMENT
+from tests.hf.inside import BLOCK, COMPUTED, DOCUMENT
 from tests.hf.zoo import build, generate, prompt
 
 OTHER = prompt(96, seed=15)
@@ -190,6 +193,26 @@ def chunk(start, tokens, position):
     ],
 )
 def test_which_these_are(segments, worth):
-    assert Repair().worth_trying(segments) is worth
+    why = None if worth else "reordered"
+    assert Repair().not_worth_trying(segments, False) == why
     careful = Repair(max_kl=LEAST_BEHIND_OTHERS, caution=2.0)
-    assert careful.worth_trying(segments) is worth and Repair(max_kl=0.0).worth_trying(segments)
+    assert careful.not_worth_trying(segments, False) == why
+    assert Repair(max_kl=0.0).not_worth_trying(segments, False) is None
+    assert careful.not_worth_trying(segments, True) == "rounding"
+    assert Repair(max_kl=LEAST_IN_HALVES).not_worth_trying(segments, True) is None
+    assert Repair(max_kl=None).not_worth_trying(segments, True) is None
+
+
+@pytest.mark.parametrize(("max_kl", "tried"), [(5e-3, False), (LEAST_IN_HALVES, True)])
+def test_in_16_bits_little_is_not_tried_and_much_is(model, client, monkeypatch, max_kl, tried):
+    halves = copy.deepcopy(model).to(torch.bfloat16)
+    ids = torch.cat([prompt(37, seed=7), DOCUMENT, prompt(9, seed=4)], dim=1)
+    passes, original = [], request.run_passes
+    monkeypatch.setattr(request, "run_passes", lambda *args: passes.append(1) or original(*args))
+    repair = Repair(max_kl=max_kl, caution=1.0)
+    with kvclient.hf.attach(halves, client, block_tokens=BLOCK, repair=repair, self_test=False) as kv:
+        generate(halves, COMPUTED)
+        good = same(kv, halves, ids)
+        assert bool(passes) is tried
+        assert kv.last.inside_bypassed == (None if tried else "rounding")
+        assert tried or (good and kv.stats["bypassed"]["rounding"] == 1)

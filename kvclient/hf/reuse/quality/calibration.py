@@ -5,7 +5,7 @@ models without one. Never measures (verify does). Invariants: what was found cou
 measured with, and no others; a file that is damaged, of another version or of another identity counts as
 none, so approximate reuse stays off.
 
-    {"version": 5, "identity": "<hex>", "found": [
+    {"version": 6, "identity": "<hex>", "found": [
         {"repair": {"method": "cacheblend", "ratio": 0.05, ...}, "passed": true, "mean_kl": 2e-3, "top1": 1},
         {"repair": {"method": "auto", "max_kl": 5e-3, "caution": 2, ...}, ...}, ...]}
 
@@ -32,7 +32,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.reuse.quality.verify import Outcome
 from kvclient.hf.reuse.repair import Repair
 
-VERSION = 5
+VERSION = 6
 MAX_BYTES = 64 << 10
 MOST_FOUND = 32  # kept of a model: the newest
 # Weights (kvclient.hf.model.identity.digest_weights) that bench.quality measured the promise on: with blocks

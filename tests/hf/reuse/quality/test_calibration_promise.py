@@ -180,4 +180,4 @@ def test_a_calibration_of_another_release_is_told_of_once(model, client, cache, 
         with kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv:
             assert kv.repair is None
     (said,) = [record.getMessage() for record in caplog.records if path.name in record.getMessage()]
-    assert "version 2, not 5" in said and "calibrate()" in said
+    assert "version 2, not 6" in said and "calibrate()" in said

@@ -257,10 +257,10 @@ OF = '{"repair": {"method": "none", "ratio": 0.1}, "passed": true, "mean_kl": 0.
     "damage",
     [
         "", "{", "[]", "null", '{"version": 2}', "x" * 10_000, "[" * 4000,
-        '{"version": 4, "identity": "ID", "found": [OF]}', '{"version": 5, "identity": "00", "found": [OF]}',
-        '{"version": 5, "identity": "ID", "found": [OF, 7]}', '{"version": 5, "identity": "ID", "found": 7}',
+        '{"version": 5, "identity": "ID", "found": [OF]}', '{"version": 6, "identity": "00", "found": [OF]}',
+        '{"version": 6, "identity": "ID", "found": [OF, 7]}', '{"version": 6, "identity": "ID", "found": 7}',
         *(
-            '{"version": 5, "identity": "ID", "found": [OF]}'.replace("OF", OF.replace(*change))
+            '{"version": 6, "identity": "ID", "found": [OF]}'.replace("OF", OF.replace(*change))
             for change in (
                 ('"none"', '"best"'), ("0.1", "7"), ("0.1", "null"), ("true", "false"), ("ratio", "x"),
             )
@@ -273,7 +273,7 @@ def test_a_damaged_calibration_counts_as_none(cache, damage):
     path = cache / f"{identity.hex()}.json"
     path.write_text(damage.replace("ID", identity.hex()).replace("OF", OF))
     assert calibration.load(identity) == calibration.Findings()
-    sound = '{"version": 5, "identity": "ID", "found": [OF]}'
+    sound = '{"version": 6, "identity": "ID", "found": [OF]}'
     path.write_text(sound.replace("ID", identity.hex()).replace("OF", OF))
     assert calibration.load(identity).switched_on == Repair("none", ratio=0.1)
 
