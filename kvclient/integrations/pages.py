@@ -20,7 +20,7 @@ from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.self_test import TRIES, WRONG_LATER, Refusing, Tried, try_at_start
 
-MISSING, RESIDENT, ON_DISK = 0, 2, 3
+MISSING, RESIDENT, ON_DISK, ON_PEERS = 0, 2, 3, 4
 Buffers = Sequence[np.ndarray]  # of one page: contiguous bytes each
 
 
@@ -45,10 +45,11 @@ class Pages:
                 self._layouts[wanted] = self._client.register_layout(page_layout(wanted))
             return self._layouts[wanted]
 
-    def states(self, keys: Sequence[bytes]) -> bytes:
-        """0 missing, 1 being written, 2 in memory, 3 on disk, of each. Reads shared memory only."""
+    def states(self, keys: Sequence[bytes], peers: bool = False) -> bytes:
+        """0 missing, 1 being written, 2 in memory, 3 on disk, of each. Reads shared memory only; with `peers`
+        the daemon is asked for those that are missing: 4, another host has it."""
         try:
-            return self._client.lookup(list(keys)).states
+            return self._client.lookup(list(keys), peers=peers).states
         except KVClientError as error:
             self._health.failed("a look-up", error)
             return bytes(len(keys))
@@ -117,16 +118,32 @@ class Pages:
         """The first page that is stored is compared: there was nothing to try with."""
         self._untried = TRIES
 
+    @property
+    def untried(self) -> bool:
+        """Whether the first page that is stored is still to be compared."""
+        return self._untried > 0
+
+    @property
+    def proven(self) -> bool:
+        """Whether a page came back as it was, and none came back wrong."""
+        return not self._untried and not isinstance(self._client, Refusing)
+
     def _is_wrong(self, key: bytes, source: Any) -> bool:
         """The self-test that the start had to put off."""
-        back = self._unlike(source)
-        if self.get([key], [back])[0]:
+        loaded, same = self._back(key, source)
+        if loaded:
             self._untried = 0
-            return not self._same(source, back)
+            return not same
         if self.states([key])[0] == RESIDENT:  # it may have gone since, or no pin was left
             self._untried -= 1
             return not self._untried
         return False
+
+    def _back(self, key: bytes, source: Any) -> tuple[bool, bool]:
+        """Whether that page was loaded, and is as its source: beside it, for others may use the source."""
+        back = self._unlike(source)
+        loaded = self.get([key], [back])[0]
+        return loaded, loaded and self._same(source, back)
 
     def _refuse(self, stored: list[bytes]) -> None:
         """From now on. Nobody is to find what was stored beside a wrong one: its checksums are right."""
@@ -211,10 +228,11 @@ class Pages:
         with contextlib.suppress(KVClientError):  # it looks by itself in time
             self._client.get(suspects, verify=True).release()
 
-    def pin(self, keys: Sequence[bytes]) -> Any | None:
-        """The pinned blocks of what is in memory, to be released by the caller; None if the store failed."""
+    def pin(self, keys: Sequence[bytes], wait_s: float = 0.0) -> Any | None:
+        """The pinned blocks of what is in memory, to be released by the caller; None if the store failed.
+        With `wait_s` also of what comes from the disk or from other hosts by then."""
         try:
-            return self._client.get(list(keys))
+            return self._client.get(list(keys), wait_s=wait_s)
         except KVClientError as error:
             self._health.failed("a pin", error)
             return None

@@ -36,14 +36,20 @@ class TensorPages(Pages):
         for layer, (memory, offsets) in enumerate(places or ()):
             writer.copy_layer(layer, memory, mine, offsets)
 
-    def _unlike(self, source: Rows) -> Rows:
-        return [None if row is None else (~row.view(torch.uint8)).view(row.dtype) for row in source]
-
-    def _same(self, source: Rows, back: Rows) -> bool:
-        return all(
-            mine is None or its is None or torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
-            for mine, its in zip(source, back, strict=True)
-        )
+    def _back(self, key: bytes, source: Rows) -> tuple[bool, bool]:
+        """Through the engine's own memory, as at the start: whoever puts a page while none was tried sees to
+        it that nobody uses its rows meanwhile."""
+        rows = [row for row in source if row is not None]
+        was = [row.clone() for row in rows]
+        for row in rows:
+            row.zero_()
+        loaded = self.get([key], [source])[0]
+        same = all(_equal(row, before) for row, before in zip(rows, was, strict=True))
+        for row, before in zip(rows, was, strict=True):
+            row.copy_(before)
+        if any(row.is_cuda for row in rows):
+            torch.cuda.synchronize()
+        return loaded, loaded and same
 
     def _copy_all(self, blocks: Any, targets: Sequence[Rows]) -> list[bool]:
         places = _places(targets)
@@ -72,6 +78,10 @@ class TensorPages(Pages):
                 if row is not None:
                     row.copy_(blocks[i].tensor(layer).reshape(-1).view(torch.uint8).view(row.dtype))
         return set()
+
+
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def _places(pages: Sequence[Rows]) -> list[tuple[np.ndarray, list[int]]] | None:

@@ -14,8 +14,7 @@ import pytest
 from tests.engines.conftest import ROOT, python_of, run_scene
 from tests.engines.documented import arguments, lines, words_behind
 from tests.engines.lmcache.test_lmcache import environment
-from tests.engines.sglang.sglang_package import HOME, HostPool, load
-from tests.engines.sglang.test_sglang import config, hashes
+from tests.engines.sglang.sglang_package import HOME, HostPool, config, hashes, load
 
 CONTEXT, ARGUMENTS = "sglang.srt.runtime_context", "sglang.srt.arg_groups.arg_utils"
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]

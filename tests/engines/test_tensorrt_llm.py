@@ -291,6 +291,15 @@ def test_a_store_that_takes_nothing_ends_no_start(daemon, adapter, monkeypatch, 
     worker = engine.workers[0]
     assert worker._pages.put([os.urandom(32)], worker._layout_id, [[worker._row(0)]]) == [False]
     assert "did not come back" in caplog.text
+    own_name(monkeypatch, "another process")
+    other = Engine(adapter, monkeypatch, kvstored.dir)
+    assert other.run(PROMPT) == 0 and other.run(PROMPT) == 40
+    assert engine.run(PROMPT) == 0, "what others stored is not promised: its load would end the engine"
+
+
+def own_name(monkeypatch, name):
+    identity = sys.modules["kvclient.integrations.tensorrt_llm.identity"]
+    monkeypatch.setattr(identity, "_names", dict.fromkeys(identity._names, name))
 
 
 def test_a_block_that_comes_back_changed_ends_the_start(daemon, adapter, monkeypatch):

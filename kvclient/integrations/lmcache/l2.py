@@ -3,7 +3,7 @@
 Owns the tasks under way, their three event descriptors and the locks; never makes a key or copies a byte
 itself. Invariants: each task completes once, with an answer, also when the store is away; an object that was
 locked stays in memory until it was unlocked, `lock_s` at most; a look-up reads shared memory where the
-daemon is attached and waits for nobody.
+daemon is attached, and waits on a thread of its own for what other hosts are asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
@@ -34,6 +35,7 @@ OPTIONS = {
     "namespace": "default",
     "timeout_s": 2.0,  # of one call
     "wait_s": 5.0,  # of one task, for the disk or for another writer
+    "fetch_wait_s": 0.0,  # of one look-up, for objects of other hosts; 0: only this host's
     "lock_s": 60.0,  # what LMCache does not unlock by then is unlocked
     "model_path": "",  # the weights' directory, or one for each model name
     "model_identity": "",  # instead of reading the weights
@@ -41,6 +43,7 @@ OPTIONS = {
 MAX_LOCKED = 32_768  # objects, of the client's 65,536 pins
 MAX_KINDS = 10_000
 THREADS = 4  # tasks that copy side by side
+FETCHES = 4  # look-ups for which other hosts are asked at a time
 
 
 class _Tasks:
@@ -84,6 +87,8 @@ class KvstoredL2Adapter(L2AdapterInterface):
         self._objects = Objects(self._client, self._health, float(options["wait_s"]))
         self._locks = Leases(float(options["lock_s"]), MAX_LOCKED)
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-l2")
+        self._fetch_wait_s = float(options["fetch_wait_s"])
+        self._fetches = ThreadPoolExecutor(FETCHES, "kvstored-fetch")
         self._stores, self._lookups, self._loads = _Tasks(), _Tasks(), _Tasks()
         self._next, self._next_lock = 0, threading.Lock()
         self._shared: dict[tuple[str, int, int, str], Any] = {}  # None: nothing of it is shared
@@ -110,6 +115,9 @@ class KvstoredL2Adapter(L2AdapterInterface):
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
         nothing = Bitmap(len(keys))
+        if self._fetch_wait_s and (lacking := self._lacking(keys)):
+            work = partial(self._look_elsewhere, keys, lacking)
+            return self._submit(self._lookups, nothing, work, self._fetches)
         if self._client.attached:  # shared memory answers: in less time than another thread would take
             task = self._number()
             self._lookups.complete(task, self._guarded(nothing, lambda: self._look_up(keys)))
@@ -128,9 +136,11 @@ class KvstoredL2Adapter(L2AdapterInterface):
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loads.take(task_id)
 
-    def _submit(self, tasks: _Tasks, failure: Any, work: Callable[[], Any]) -> int:
+    def _submit(
+        self, tasks: _Tasks, failure: Any, work: Callable[[], Any], pool: ThreadPoolExecutor | None = None
+    ) -> int:
         task = self._number()
-        self._pool.submit(lambda: tasks.complete(task, self._guarded(failure, work)))
+        (pool or self._pool).submit(lambda: tasks.complete(task, self._guarded(failure, work)))
         return task
 
     def _guarded(self, failure: Any, work: Callable[[], Any]) -> Any:
@@ -205,6 +215,21 @@ class KvstoredL2Adapter(L2AdapterInterface):
         self._health.look()
         return bitmap
 
+    def _lacking(self, keys: list[Any]) -> list[bytes]:
+        """Which of them are not on this host."""
+        names = [name for name in self._names(keys) if name is not None]
+        states = self._objects.states(names) if names else b""
+        return [name for name, state in zip(names, states, strict=True) if state not in (RESIDENT, ON_DISK)]
+
+    def _look_elsewhere(self, keys: list[Any], lacking: list[bytes]) -> Bitmap:
+        """Has what other hosts have brought here first."""
+        brought = self._objects.pin(lacking, self._fetch_wait_s)
+        try:
+            return self._look_up(keys)
+        finally:
+            if brought is not None:
+                brought.release()
+
     def _load(self, keys: list[Any], objects: list[Any]) -> Bitmap:
         bitmap, names = Bitmap(len(keys)), self._names(keys)
         mine = [i for i, name in enumerate(names) if name is not None]
@@ -238,6 +263,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
+        self._fetches.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         self._locks.close()
         self._client.close()

@@ -20,7 +20,7 @@ from kvclient.integrations.health import Health
 from kvclient.integrations.lmcache.naming import Identities, shared_keys
 from kvclient.integrations.objects import TAG_BYTES, Object, Objects
 from kvclient.integrations.options import with_defaults
-from kvclient.integrations.pages import ON_DISK, RESIDENT
+from kvclient.integrations.pages import ON_DISK, ON_PEERS, RESIDENT
 
 log = logging.getLogger("lmcache.kvstored")
 PREFIX = "remote_storage_plugin.kvstored."
@@ -30,6 +30,7 @@ OPTIONS = {
     "namespace": "default",
     "timeout_s": 2.0,  # of one call
     "wait_s": 5.0,  # of one chunk, for the disk or for another writer
+    "fetch_wait_s": 0.0,  # of one chunk, for those of other hosts; 0: only this host's are found
     "model_path": "",  # the weights' directory, or one for each model name
     "model_identity": "",  # instead of reading the weights
 }
@@ -62,7 +63,10 @@ class KvstoredRemoteConnector(RemoteConnector):
             owner="engine",
         )
         self._health = Health(self._client, log)
-        self._objects = Objects(self._client, self._health, float(options["wait_s"]))
+        fetch_wait_s = float(options["fetch_wait_s"])
+        self._peers = fetch_wait_s > 0
+        self._there = (RESIDENT, ON_DISK, ON_PEERS) if self._peers else (RESIDENT, ON_DISK)
+        self._objects = Objects(self._client, self._health, max(float(options["wait_s"]), fetch_wait_s))
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-remote")
         kinds = repr([[str(dtype) for dtype in self.meta_dtypes], self.meta_fmt.name, self.single_token_size])
         self._tag = hashlib.sha256(kinds.encode()).digest()[:TAG_BYTES]
@@ -90,8 +94,11 @@ class KvstoredRemoteConnector(RemoteConnector):
     def batched_contains(self, keys: list[Any]) -> int:
         names = [self._name(key) for key in keys]
         known = names[: names.index(None)] if None in names else names
-        states = self._objects.states([name for name in known if name is not None])
-        return next((i for i, state in enumerate(states) if state not in (RESIDENT, ON_DISK)), len(states))
+        found = [name for name in known if name is not None]
+        states = self._objects.states(found, self._peers)  # LMCache's thread asks one message of the daemon
+        if ON_PEERS in states:
+            self._objects.prefetch(found)
+        return next((i for i, state in enumerate(states) if state not in self._there), len(states))
 
     # ---------------------------------------------------------------- chunks
 

@@ -8,6 +8,7 @@ one, with one log line; what an engine computes with weights that were changed u
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ OPTIONS = {
     "namespace": "default",
     "timeout_s": 2.0,  # of one call
     "wait_s": 5.0,  # of one batch, for the disk or for another writer
+    "fetch_wait_s": 0.0,  # of one question, for pages of other hosts; 0: only this host's
     "lease_s": 30.0,  # how long what was said to be there is kept for the load
     "model_path": "",  # the weights' directory: its digest tells models apart
     "model_identity": "",  # instead of reading the weights
@@ -84,6 +86,7 @@ class KvstoredHiCache(HiCacheStorage):
         )  # fmt: skip
         self._health = Health(self._client, log)
         self.pages = Pages(self._client, self._health, float(self.options["wait_s"]))
+        self._fetch_wait_s = float(self.options["fetch_wait_s"])
         self._leases = Leases(float(self.options["lease_s"]), MAX_LEASED)
         self._pools: dict[str, _Pool] = {}
 
@@ -161,15 +164,22 @@ class KvstoredHiCache(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         names = self._pool(KV).names.keys(keys)
-        count = _leading(self._there(names)) if self._is_current() else 0
-        self._keep(names[:count])
+        with contextlib.ExitStack() as brought:
+            count = _leading(self._there(names, brought)) if self._is_current() else 0
+            self._keep(names[:count])
         return count
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
+        with contextlib.ExitStack() as brought:
+            return self._exists(keys, pool_transfers, brought)
+
+    def _exists(
+        self, keys: list[str], pool_transfers: Any, brought: contextlib.ExitStack
+    ) -> PoolTransferResult:
         kv_names = self._pool(KV).names.keys(keys)
-        kv_pages = _leading(self._there(kv_names)) if self._is_current() else 0
+        kv_pages = _leading(self._there(kv_names, brought)) if self._is_current() else 0
         hits: dict[Any, int] = {KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
         wanted = [kv_names]
@@ -177,7 +187,7 @@ class KvstoredHiCache(HiCacheStorage):
             if not restorable:
                 break
             names = self._pool(transfer.name).names.keys(keys[:kv_pages])
-            can = _can_end_at(transfer, self._there(names))
+            can = _can_end_at(transfer, self._there(names, brought))
             if can:
                 hits[transfer.name] = max(can)
             restorable = [length for length in restorable if length in can]
@@ -197,7 +207,18 @@ class KvstoredHiCache(HiCacheStorage):
             )
         return not self._outdated
 
-    def _there(self, names: list[bytes]) -> list[bool]:
+    def _there(self, names: list[bytes], brought: contextlib.ExitStack) -> list[bool]:
+        """On this host. What is not is asked of others first, and pinned until `brought` ends: SGLang asks on
+        a thread of its own, which may wait."""
+        found = self._on_this_host(names)
+        if self._fetch_wait_s and not all(found):
+            sought = [name for name, there in zip(names, found, strict=True) if not there]
+            if (blocks := self.pages.pin(sought, self._fetch_wait_s)) is not None:
+                brought.callback(blocks.release)
+            found = self._on_this_host(names)
+        return found
+
+    def _on_this_host(self, names: list[bytes]) -> list[bool]:
         return [state in (RESIDENT, ON_DISK) for state in self.pages.states(names)]
 
     def _keep(self, names: list[bytes]) -> None:

@@ -61,6 +61,9 @@ QUIET_VARIABLES = re.compile(r"_(LOG|TEST|TRACE|PROFILE|NVTX|METRICS|TIMEOUT|POR
 DRAFTS = ("speculative_model_dir", "speculative_model")  # of its speculative_config
 
 
+_names: dict[bytes, str] = {}  # of this process, by identity
+
+
 class Common(NamedTuple):
     options: dict[str, Any]
     identity: bytes
@@ -109,6 +112,11 @@ def _draft(speculative: Any) -> str | None:
     named = (getattr(speculative, name, None) for name in DRAFTS)
     model = next((name for name in named if name), None)
     return None if model is None else _digest(model)
+
+
+def engine_name(identity: bytes) -> str:
+    """Of the engine in this process, which no other process has; rank 0 has both halves."""
+    return _names.setdefault(identity, os.urandom(16).hex())
 
 
 def connect(options: dict[str, Any]) -> Any:

@@ -2,8 +2,8 @@
 
 Owns the pins of what was promised; never touches KV. TensorRT-LLM has no word for a load that failed, so
 blocks are pinned and their checksums compared before they are promised, and stay pinned until the request
-ends or `lease_s` have passed. Invariants: only blocks that all ranks have are promised; the last token is
-always computed; a request with an adapter or media is left alone.
+ends or `lease_s` have passed. Invariants: only blocks that all ranks have are promised, and none before all
+ranks' self-tests passed; the last token is always computed; a request with an adapter or media is left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import kvclient
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Lease, Leases
-from kvclient.integrations.tensorrt_llm.identity import common, connect, of_rank, of_request
+from kvclient.integrations.self_test import all_gave_their_word, word_name
+from kvclient.integrations.tensorrt_llm.identity import common, connect, engine_name, of_rank, of_request
 
 log = logging.getLogger("tensorrt_llm.kvstored")
 MAX_HELD = 32_768
@@ -39,6 +40,7 @@ class Step:
 
     loads: list[Transfer] = field(default_factory=list)
     saves: list[Transfer] = field(default_factory=list)
+    engine: str = ""  # the name under which workers give their word
 
 
 @dataclass
@@ -58,6 +60,8 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
         self._common = common(llm_args)
         self._client = connect(self._common.options)
         self._health = Health(self._client, log)
+        self._name = engine_name(self._common.identity)
+        self._words = [word_name(self._name, rank) for rank in range(self._common.ranks)]
         self._leases = Leases(float(self._common.options["lease_s"]), MAX_HELD)
         self._running: dict[int, _Running] = {}
         self._promised: dict[int, tuple[int, int]] = {}  # request -> first block and how many
@@ -88,6 +92,9 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
         first, last = num_computed_tokens // size, (len(tokens) - 1) // size
         if num_computed_tokens % size or last <= first:
             return 0
+        if self._words and not all_gave_their_word(self._client, self._words):
+            return 0
+        self._words = []
         keys = self._keys(tokens, request.cache_salt, last)[first:]
         count = self._pinned(request.request_id, keys)
         if count:
@@ -117,7 +124,7 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
         """The blocks come with the step's output, too."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
-        step = Step()
+        step = Step(engine=self._name)
         for data in scheduler_output.new_requests:
             self._running[data.request_id] = _Running(salt=data.cache_salt)
             self._add(step, data)

@@ -2,7 +2,8 @@
 
 Owns the copies of the step under way; never decides what is loaded or saved. Invariants: a load is done when
 start_load_kv() returns; a load that fails, which the scheduler's pins exclude as long as the store's memory
-is there, raises, because there is no way to have the block computed; a save that fails is a miss later.
+is there, raises, because there is no way to have the block computed; none is asked for before the self-test
+passed; a save that fails is a miss later.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from tensorrt_llm._utils import mpi_rank
 
 from kvclient.errors import BlockLost, InvalidArgument
 from kvclient.integrations.health import Health
-from kvclient.integrations.self_test import Tried
+from kvclient.integrations.self_test import Tried, Word, word_name
 from kvclient.integrations.tensor_pages import TensorPages
-from kvclient.integrations.tensorrt_llm.identity import common, connect, of_rank
+from kvclient.integrations.tensorrt_llm.identity import common, connect, engine_name, of_rank
 from kvclient.integrations.tensorrt_llm.scheduler import Step, Transfer
 
 log = logging.getLogger("tensorrt_llm.kvstored")
@@ -37,6 +38,7 @@ class KvstoredWorker(KvCacheConnectorWorker):
         self._pages = TensorPages(self._client, self._health, float(self._common.options["wait_s"]))
         self._pool: torch.Tensor | None = None
         self._layout_id = 0
+        self._word: Word | None = None
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """[blocks, ...]; tries its last block, which nobody uses yet.
@@ -48,6 +50,15 @@ class KvstoredWorker(KvCacheConnectorWorker):
         row = self._row(last)
         self._layout_id = self._pages.format([row.numel()])
         self._pages.try_one(lambda: self._tried(row), (self._layout_id, row.numel()))
+        if self._rank == 0:  # the others hear the name with their first step
+            self._give_word(engine_name(self._common.identity))
+
+    def _give_word(self, engine: str) -> None:
+        """To the scheduler, that it may promise what is to be loaded here."""
+        if engine and self._pages.proven:
+            if self._word is None:
+                self._word = Word(self._client, word_name(engine, self._rank))
+            self._word.give()
 
     def _tried(self, row: torch.Tensor) -> Tried:
         before, noise = row.clone(), torch.randint(0, 0x3C, (row.numel(),), dtype=torch.uint8).to(row.device)
@@ -97,6 +108,8 @@ class KvstoredWorker(KvCacheConnectorWorker):
             stream.synchronize()
         for save in saves:
             self._pages.put(of_rank(save.keys, self._rank), self._layout_id, self._rows(save))
+        if saves or self._word is None:
+            self._give_word(self._step().engine)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]

@@ -6,7 +6,7 @@ limits.
 """
 
 from kvclient.integrations.vllm.connector import KvstoredConnector
-from kvclient.integrations.vllm.offload_spec import KvstoredOffloadingSpec
-from kvclient.integrations.vllm.tier import KvstoredTier
+from kvclient.integrations.vllm.offload.spec import KvstoredOffloadingSpec
+from kvclient.integrations.vllm.offload.tier import KvstoredTier
 
 __all__ = ["KvstoredConnector", "KvstoredOffloadingSpec", "KvstoredTier"]

@@ -230,14 +230,15 @@ def memory(shape):
     return flat
 
 
-def connected(heads=8, tokens=16, **change):
+def connected(heads=8, tokens=16, dir=DIRECTORY, fetch_wait_s=0.0, **change):
     """The older way."""
     prefix = "remote_storage_plugin.kvstored."
     metadata = LMCacheMetadata(
         model_name="org/model", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
         kv_dtype=torch.float32, kv_shape=(3, 2, tokens, 1, heads), chunk_size=tokens,
     )  # fmt: skip
-    extra = {prefix + "dir": DIRECTORY, prefix + "model_identity": "m1", prefix + "timeout_s": 30}
+    options = {"dir": dir, "model_identity": "m1", "timeout_s": 30, "fetch_wait_s": fetch_wait_s}
+    extra = {prefix + name: value for name, value in options.items()}
     backend = SimpleNamespace(metadata=metadata, allocate=lambda shapes, dtypes, fmt: memory(shapes[0]))
     config = SimpleNamespace(**{"use_layerwise": False, "extra_config": extra, **change})
     return KvstoredRemoteConnector(None, backend, config)
@@ -265,6 +266,50 @@ def chunks():
         assert found.meta.shape == shape and bytes(found.byte_array) == bytes(chunk.byte_array), count
     for connector in (first, second):
         asyncio.run(connector.close())
+
+
+def until_told(names):
+    """What was just put elsewhere is a miss here until word of it has come."""
+    client, deadline = kvclient.connect(DIRECTORY), time.monotonic() + 60
+    while not all(client.lookup(names, peers=True).states):
+        assert time.monotonic() < deadline, "no word came"
+
+
+def elsewhere():
+    """Of another host: found where `fetch_wait_s` says so, beside what is here and what is nowhere."""
+    there, here, alone = adapter(dir=sys.argv[3]), adapter(fetch_wait_s=60.0), adapter()
+    keys = [key(i) for i in range(7)]
+    objects = [piece(i + 1.0, 1000 + i) for i in range(7)]
+    assert store(there, keys[:5], objects[:5]).is_successful()
+    assert store(here, keys[5:6], objects[5:6]).is_successful()
+    until_told(there._names(keys[:5]))
+    assert look_up(alone, keys) == [False] * 5 + [True, False]
+    alone.submit_unlock(keys[5:6])
+    assert look_up(here, keys) == [True] * 6 + [False]
+    targets = [piece(0.0, 1000 + i) for i in range(7)]
+    assert load(here, keys, targets) == [True] * 6 + [False]
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(targets[:6], objects, strict=False))
+    here.submit_unlock(keys[:6])
+    assert kvclient.connect(DIRECTORY).stats()["pins"] == 0, "what was brought is held no more"
+
+    first, second, only = connected(dir=sys.argv[3]), connected(fetch_wait_s=60.0), connected()
+    names = [CacheEngineKey("org/model", 1, 0, i, torch.float32) for i in range(3)]
+    chunk = memory(torch.Size([2, 3, 16, 8]))
+    chunk.raw_data.copy_(torch.rand(chunk.raw_data.shape))
+    for name in names[:2]:
+        asyncio.run(first.put(name, chunk))
+    until_told([first._name(name) for name in names[:2]])
+    assert (only.batched_contains(names), second.batched_contains(names)) == (0, 2)
+    for name in names[:2]:
+        assert bytes(asyncio.run(second.get(name)).byte_array) == bytes(chunk.byte_array)
+
+    more = [key(20)]
+    assert store(there, more, objects[:1]).is_successful()
+    until_told(there._names(more))
+    need("kill")
+    assert look_up(here, more) == [False], "nobody waits for a host that is gone"
+    for made in (there, here, alone):
+        made.close()
 
 
 def start():

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engines.conftest import CACHE, ROOT, python_of, run_scene
 from tests.engines.signatures import differences, printed, recorded
+from tests.hosts.hosts import Hosts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 RUN_S = 300.0
@@ -76,6 +77,14 @@ def test_scene(daemon, scene):
     kvstored = daemon(memory="64MiB" if scene == "locks" else "256MiB")
     words = ["tests.engines.lmcache.lmcache_scene", scene, str(kvstored.dir)]
     run_scene(kvstored, words, RUN_S, environment())
+
+
+def test_objects_of_another_hosts_daemon_are_found(daemon, tmp_path, wait_until):
+    """By both ways; what came was fetched from there."""
+    hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
+    words = ["tests.engines.lmcache.lmcache_scene", "elsewhere", str(hosts[1].dir), str(hosts[0].dir)]
+    run_scene(hosts[0], words, RUN_S, environment())
+    assert hosts.peers(1)["n0"]["fetched"] == 7  # five objects, two chunks
 
 
 def test_the_base_classes_are_as_recorded():

@@ -97,3 +97,16 @@ class HostPool:
 
     def page(self, page: int) -> torch.Tensor:
         return self.kv_buffer[:, page * self.page_size : (page + 1) * self.page_size].clone()
+
+
+def config(sglang, extra, **change):
+    fields = {
+        "tp_rank": 0, "tp_size": 2, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
+        "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True,
+        "model_name": "org/model",
+    }  # fmt: skip
+    return sglang.storage.HiCacheStorageConfig(**{**fields, **change}, extra_config=extra)
+
+
+def hashes(start, count):
+    return [f"{start + i:064x}" for i in range(count)]

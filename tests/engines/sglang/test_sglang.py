@@ -15,61 +15,9 @@ import torch
 from kvclient.errors import InvalidArgument
 from tests.engines.conftest import drain
 from tests.engines.pool_bytes import flip_in_pool, take_all
-from tests.engines.sglang.sglang_package import HostPool, load
+from tests.engines.sglang.sglang_package import HostPool, config, hashes
 
 pytestmark = pytest.mark.engines
-WIRING = {
-    "backend_name": "kvstored",
-    "module_path": "kvclient.integrations.sglang",
-    "class_name": "KvstoredHiCache",
-}
-
-
-@pytest.fixture(scope="module")
-def sglang():
-    return load()
-
-
-def config(sglang, extra, **change):
-    fields = {
-        "tp_rank": 0, "tp_size": 2, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
-        "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True,
-        "model_name": "org/model",
-    }  # fmt: skip
-    return sglang.storage.HiCacheStorageConfig(**{**fields, **change}, extra_config=extra)
-
-
-@pytest.fixture
-def make(sglang):
-    """A backend as SGLang makes it, its pools registered as SGLang registers them."""
-    made = []
-
-    def start(daemon, pools=None, extra=None, in_place=True, **change):
-        options = {
-            **WIRING,
-            "interface_v1": int(in_place),
-            "dir": str(daemon.dir),
-            "model_identity": "m1",
-            **(extra or {}),
-        }
-        pools = pools or {"kv": HostPool()}
-        backend = sglang.factory.StorageBackendFactory.create_backend(
-            "dynamic", config(sglang, options, **change), pools["kv"]
-        )
-        made.append(backend)
-        backend.register_mem_pool_host(pools["kv"])
-        for name, pool in pools.items():
-            backend.register_mem_host_pool_v2(pool, sglang.storage.PoolName(name))
-        backend.on_host_pools_registered()
-        return backend
-
-    yield start
-    for backend in made:
-        backend.close()
-
-
-def hashes(start, count):
-    return [f"{start + i:064x}" for i in range(count)]
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -21,14 +21,54 @@ from pathlib import Path
 import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_offload.base import LookupResult
 
-from kvclient.integrations.vllm import KvstoredConnector
+from kvclient.integrations.vllm import KvstoredConnector, KvstoredOffloadingSpec
 from kvclient.integrations.vllm.identity import of_rank
 
 ANSWER = "ANSWER "
 FAULT = os.environ.get("KVSTORED_TEST_FAULT", "")
+HERE = "tests.engines.vllm.vllm_process"
 ARMED = {}  # a command's
 AT_LAYER = 2
+
+
+def pause():
+    home = Path(ARMED["dir"])
+    (home / "paused").touch()
+    deadline = time.monotonic() + 300
+    while not (home / "go").exists() and time.monotonic() < deadline:
+        select.select([], [], [], 0.01)
+
+
+class FaultySpec(KvstoredOffloadingSpec):
+    """Ours with one fault: "pause" before the next store, "note" when a request is to wait for another."""
+
+    def get_manager(self):
+        made = super().get_manager()
+        original = type(made).lookup
+
+        def lookup(key, req_context):
+            found = original(made, key, req_context)
+            if found is LookupResult.HIT_PENDING and ARMED.get("fault") == "note":
+                Path(ARMED["file"]).touch()
+            return found
+
+        made.lookup = lookup
+        return made
+
+    def get_worker(self, kv_caches):
+        made = super().get_worker(kv_caches)
+        original = made._store
+
+        def store(names, spec, ready):
+            if ARMED.get("fault") == "pause":
+                pause()
+                ARMED.clear()
+            return original(names, spec, ready)
+
+        made._store = store
+        return made
 
 
 class FaultyConnector(KvstoredConnector):
@@ -44,11 +84,7 @@ class FaultyConnector(KvstoredConnector):
         if ARMED.get("fault") != fault or not busy or self._worker._index[layer_name] != AT_LAYER:
             return
         if fault == "pause":
-            home = Path(ARMED["dir"])
-            (home / "paused").touch()
-            deadline = time.monotonic() + 300
-            while not (home / "go").exists() and time.monotonic() < deadline:
-                select.select([], [], [], 0.01)
+            pause()
         else:
             os.kill(ARMED["pid"], signal.SIGKILL)
         ARMED.clear()
@@ -94,9 +130,7 @@ def engine(options):
     if options.get("store") is not None:
         transfer = {
             "kv_connector": "FaultyConnector" if FAULT else "KvstoredConnector",
-            "kv_connector_module_path": "tests.engines.vllm.vllm_process"
-            if FAULT
-            else "kvclient.integrations.vllm",
+            "kv_connector_module_path": HERE if FAULT else "kvclient.integrations.vllm",
             "kv_role": options.get("role", "kv_both"),
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": options["store"],
@@ -106,7 +140,8 @@ def engine(options):
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "spec_name": "KvstoredOffloadingSpec", "spec_module_path": "kvclient.integrations.vllm",
+                "spec_name": "FaultySpec" if FAULT else "KvstoredOffloadingSpec",
+                "spec_module_path": HERE if FAULT else "kvclient.integrations.vllm",
                 "offload_prompt_only": False, "kvstored": options["spec"], **options.get("offload", {}),
             },
         }  # fmt: skip

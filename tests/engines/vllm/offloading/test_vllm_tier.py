@@ -8,11 +8,20 @@ Method: vLLM's factory and its types in a process of its own, over plain memory;
 import pytest
 
 from tests.engines.conftest import run_scene
+from tests.hosts.hosts import Hosts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("scene", ["tier", "spec"])
+@pytest.mark.parametrize("scene", ["tier", "spec", "marks"])
 def test_bytes_parts_identity_events_and_harm(daemon, scene):
     kvstored = daemon()
     run_scene(kvstored, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(kvstored.dir)], 800.0)
+
+
+def test_rows_of_another_hosts_daemon_are_found(daemon, tmp_path, wait_until):
+    """The tier's: counted where they came from."""
+    hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
+    words = ["tests.engines.vllm.offloading.vllm_elsewhere_scene", str(hosts[1].dir), str(hosts[0].dir)]
+    run_scene(hosts[0], words, 800.0)
+    assert hosts.peers(1)["n0"]["fetched"] == 4

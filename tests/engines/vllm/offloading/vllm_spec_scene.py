@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -25,82 +24,38 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
     ReqContext,
-    ScheduleEndContext,
     make_offload_key,
 )
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
-    OffloadingConfig,
     OffloadingGroupConfig,
     OffloadingModelConfig,
-    OffloadingParallelConfig,
 )
 
 import kvclient
-from kvclient.integrations.health import Health
-from kvclient.integrations.pages import MISSING, Pages
+from kvclient.integrations.pages import MISSING
+from kvclient.integrations.self_test import Word, all_gave_their_word, word_name
 from kvclient.integrations.tensor_pages import TensorPages
-from kvclient.integrations.vllm import offload_scheduling
-from kvclient.integrations.vllm.offload_naming import OffloadNames
-from kvclient.integrations.vllm.offload_scheduling import KvstoredManager, StoredBlocks, log
-from kvclient.integrations.vllm.offload_worker import KvstoredWorker
+from kvclient.integrations.vllm.offload import scheduling as offload_scheduling
+from kvclient.integrations.vllm.offload.naming import OffloadNames
+from kvclient.integrations.vllm.offload.scheduling import StoredBlocks, log
+from kvclient.integrations.vllm.offload.worker import KvstoredWorker
 from tests.engines.pool_bytes import take_all
-
-DIRECTORY, ROW = sys.argv[1], 3000
-CONFIG = OffloadingConfig(
-    groups=(OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),), worker_kv_bytes_per_block=ROW,
-    enable_kv_cache_events=True, extra_config={}, engine_id="e",
-    model=OffloadingModelConfig(name="model", dtype="float32"),
-    cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-    parallel=OffloadingParallelConfig(
-        rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
-        data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
-    ),
-    kv_cache_layout="LBNHC",
+from tests.engines.vllm.offloading.vllm_spec_parts import (
+    CONFIG,
+    CONTEXT,
+    DIRECTORY,
+    KEYS,
+    ROW,
+    answers,
+    client,
+    content,
+    layout,
+    manager,
+    names,
+    put,
+    step,
 )  # fmt: skip
-KEYS = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(6)]
-CONTEXT = ReqContext(req_id="r")
-
-
-def names(config=CONFIG, seed=None, whole_rows=False, **options):
-    if seed is not None:
-        os.environ["PYTHONHASHSEED"] = seed
-    merged = {"weights_digest": "w1", "model_version": "", **options}
-    made = OffloadNames(config, None, merged, "rows", whole_rows)
-    os.environ.pop("PYTHONHASHSEED", None)
-    return made
-
-
-def manager(naming, max_held=100, lease_s=30.0, wait_s=0.5, wait_pending_s=0.0):
-    client = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
-    return KvstoredManager(client, naming, wait_s, wait_pending_s, lease_s, max_held, events=True)
-
-
-def step(offloading, new=(), preempted=()):
-    offloading.on_schedule_end(ScheduleEndContext(new_req_ids=list(new), preempted_req_ids=list(preempted)))
-
-
-def answers(offloading, keys, request="r"):
-    """What vLLM gets once nothing is being verified any more."""
-    for _ in range(100):
-        found = [offloading.lookup(key, ReqContext(req_id=request)) for key in keys]
-        if LookupResult.RETRY not in found:
-            return [answer is LookupResult.HIT for answer in found]
-        step(offloading)
-        offloading._pool.submit(int).result()
-    raise AssertionError("the look-up does not end")
-
-
-client = kvclient.connect(DIRECTORY)
-pages = Pages(client, Health(client, log), 1.0)
-layout = pages.format([ROW])
-content = np.random.default_rng(1).integers(0, 256, (len(KEYS), ROW), np.uint8)
-
-
-def put(naming):
-    whole = naming.whole(KEYS)
-    assert all(pages.put(whole, layout, [[row] for row in content]))
-    return whole
 
 
 def what_differs_in_one_thing_misses():
@@ -316,7 +271,7 @@ def a_request_does_not_wait_for_ever_behind_others_blocks():
 def worker(tensor):
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, ROW)], [[CanonicalKVCacheRef(0, ROW)]])
     asked = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
-    return KvstoredWorker(asked, caches, 0, 1, 1, 0.5)
+    return KvstoredWorker(asked, caches, 0, 1, 1, 0.5, word_name("the workers", id(tensor)))
 
 
 def moved(half, job, name, block, load):
@@ -343,12 +298,17 @@ def a_store_that_takes_nothing_ends_no_start_of_a_worker():
         assert torch.equal(blocks, was), "it leaves vLLM's blocks as they were"
         assert ["drains" in line for line in said] == [False, True, True], said
         assert all("took no block at the start" in line for line in said)
+        word = [word_name("the workers", id(blocks))]
         for half in (full, draining):
-            assert half._pages._untried and moved(half, 1, os.urandom(32), 0, load=False)
-            assert not half._pages._untried
+            half._word = Word(client, os.urandom(32))
+            assert half._pages._untried and not all_gave_their_word(client, [half._word._name])
+            assert moved(half, 1, os.urandom(32), 0, load=False)
+            assert not half._pages._untried and all_gave_their_word(client, [half._word._name])
+        assert torch.equal(blocks, was), "they were compared in place, and are as they were"
         first, second = os.urandom(32), os.urandom(32)
         with patch.object(TensorPages, "_copy_all", lambda *_: [True]):
             moved(wrong, 1, first, 1, load=False)
+        assert torch.equal(blocks, was) and not all_gave_their_word(client, word)
     assert any("did not come back as it was" in line for line in said), said
     assert not moved(wrong, 2, second, 2, load=False) and not moved(wrong, 3, first, 3, load=True)
     assert not moved(full, 2, first, 3, load=True), "nor does another engine find it"

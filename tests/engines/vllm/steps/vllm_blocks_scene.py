@@ -98,7 +98,7 @@ def a_store_that_takes_nothing_ends_no_start():
     need("drain on")
     draining, (line,) = _worker()
     assert "took no block at the start" in line and "drains" in line, line
-    wrong, _ = _worker()
+    (wrong, _), (astray, _) = _worker(), _worker()
     need("drain off")
     keys, behind = os.urandom(2 * KEY_BYTES), os.urandom(KEY_BYTES)
     for worker, part in ((full, keys[:KEY_BYTES]), (draining, keys[KEY_BYTES:])):
@@ -110,6 +110,11 @@ def a_store_that_takes_nothing_ends_no_start():
     assert _step(wrong, os.urandom(KEY_BYTES), [5])[0] == b"\0"
     assert wrong.health.away
     assert _step(full, keys, [3, 4], load=True)[1] == set()
+    another, was = os.urandom(KEY_BYTES), [tensor.clone() for tensor in astray._tensors]
+    # What is loaded does not come into vLLM's memory.
+    with patch.object(Worker, "_copy_out", lambda *_: None):
+        assert _step(astray, another, [2])[0] == b"\0" and astray.health.away
+    assert all(torch.equal(*pair) for pair in zip(astray._tensors, was, strict=True)), "left as computed"
 
 
 def a_block_that_comes_back_changed_ends_the_start():

@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.base import LookupResult, PrepareStoreOutput, ScheduleEn
 import tests.v1.kv_connector.unit.offloading_connector.utils as theirs
 import tests.v1.kv_connector.unit.utils as connectors
 from kvclient.integrations.vllm.identity import each_of_rank
-from kvclient.integrations.vllm.offload_scheduling import StoredBlocks
-from kvclient.integrations.vllm.offload_spec import KvstoredOffloadingSpec
+from kvclient.integrations.vllm.offload.scheduling import StoredBlocks
+from kvclient.integrations.vllm.offload.spec import KvstoredOffloadingSpec
 
 MODEL = os.environ["KVSTORED_SUITE_MODEL"]
 COUNT = itertools.count()

@@ -22,7 +22,7 @@ import vllm.v1.kv_offload.tiering.example.manager as example
 import vllm.v1.kv_offload.tiering.fs.manager as files
 from vllm.v1.kv_offload.base import Medium, RequestOffloadingContext
 
-from kvclient.integrations.vllm.tier import KvstoredTier
+from kvclient.integrations.vllm.offload.tier import KvstoredTier
 
 DIRECTORY = os.environ["KVSTORED_SUITE_DIR"]
 COUNT = itertools.count()  # each tier of a test is one of its own, in one daemon

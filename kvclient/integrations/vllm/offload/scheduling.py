@@ -4,7 +4,8 @@ Owns the pins; never touches the engine's tensors. vLLM 0.32 ends the engine whe
 counts as a hit only after another thread has brought it into memory, pinned it and compared its checksums,
 and stays pinned until its load has ended: then it is in memory, whatever becomes of the daemon. Invariants: a
 look-up waits for nobody; no pin outlives its request or `lease_s` without a load; a store that is away is an
-empty one; of a request that has KV of before a reset nothing is stored behind it.
+empty one; of a request that has KV of before a reset nothing is stored behind it; other hosts are asked once
+for what a request finds nowhere here.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from vllm.v1.kv_offload.base import (
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT
+from kvclient.integrations.self_test import PENDING, all_gave_their_word
 from kvclient.integrations.vllm.identity import each_of_rank
-from kvclient.integrations.vllm.offload_naming import OffloadNames, Resets
+from kvclient.integrations.vllm.offload.claims import Claims
+from kvclient.integrations.vllm.offload.naming import OffloadNames, Resets
 from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
-PENDING = 1
+FETCHES = 4  # requests for which other hosts are asked at a time
 QUEUE_S = 5.0  # beyond wait_s: how long a request waits while others' blocks are brought and compared
 
 
@@ -86,26 +89,30 @@ class KvstoredManager(OffloadingManager):
 
     def __init__(
         self, client: Any, names: OffloadNames, wait_s: float, wait_pending_s: float, lease_s: float,
-        max_held: int, events: bool,
+        max_held: int, events: bool, fetch_wait_s: float = 0.0, words: Sequence[bytes] = (),
     ) -> None:  # fmt: skip
         self._client, self._names, self._health = client, names, Health(client, log)
         self._wait_s, self._wait_pending_s = wait_s, wait_pending_s
-        self._lease_s, self._max_held = lease_s, max_held
+        self._lease_s, self._max_held, self._fetch_wait_s = lease_s, max_held, fetch_wait_s
+        self._claims = Claims(client, self._health, lease_s)
+        self._words = words  # of the workers, until all have said that what is promised can be loaded
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._held: dict[OffloadKey, _Held] = {}
         self._leaving: list[_Held] = []  # being loaded at a reset: vLLM never says when that has ended
         self._resets = Resets()
         self._wanted: dict[OffloadKey, set[str]] = {}  # of this step, to be verified
+        self._sought: dict[OffloadKey, set[str]] = {}  # of this step, to be asked of other hosts
         self._verifying: dict[OffloadKey, set[str]] = {}
         self._pool = ThreadPoolExecutor(1, "kvstored-verify")
+        self._fetches = ThreadPoolExecutor(FETCHES, "kvstored-fetch")
         self._events: list[OffloadingEvent] | None = [] if events else None
         self._told: Watched[OffloadKey] = Watched()
 
     # ---------------------------------------------------------------- look-ups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not self._names.usable(key):
+        if not self._names.usable(key) or (self._words and not self._may_promise()):
             return LookupResult.MISS
         with self._lock:
             request = self._requests.setdefault(req_context.req_id, _Request())
@@ -123,16 +130,34 @@ class KvstoredManager(OffloadingManager):
                 self._verifying[key].add(req_context.req_id)
                 return LookupResult.RETRY
             held_now = len(self._held) + len(self._leaving)
-            full = held_now + len(self._verifying) + len(self._wanted) >= self._max_held
+            coming = len(self._verifying) + len(self._wanted) + len(self._sought)
+            full = held_now + coming >= self._max_held
         state = self._state(key)
-        if state == PENDING and self._may_wait(request):
+        if (state == PENDING or (state == MISSING and self._is_claimed(key))) and self._may_wait(request):
             return LookupResult.HIT_PENDING
-        if state not in (RESIDENT, ON_DISK) or full:
+        ask = self._wanted if state in (RESIDENT, ON_DISK) else self._sought
+        if full or state == PENDING or (ask is self._sought and not self._fetch_wait_s):
             return LookupResult.MISS
-        self._wanted.setdefault(key, set()).add(req_context.req_id)
+        ask.setdefault(key, set()).add(req_context.req_id)
         if request.verified_until is None:
-            request.verified_until = time.monotonic() + self._wait_s + QUEUE_S
+            request.verified_until = time.monotonic() + self._wait_s + self._fetch_wait_s + QUEUE_S
         return LookupResult.RETRY
+
+    def _may_promise(self) -> bool:
+        """A load that fails ends the engine: nothing is promised before every worker's self-test passed."""
+        if all_gave_their_word(self._client, self._words):
+            self._words = ()
+        return not self._words
+
+    def _is_claimed(self, key: OffloadKey) -> bool:
+        """Whether an engine computes it, which waits for nobody to wait."""
+        if not self._wait_pending_s:
+            return False
+        try:
+            return self._claims.elsewhere(self._names.whole([key])[0])
+        except KVClientError as error:
+            self._health.failed("a look-up", error)
+            return False
 
     def _state(self, key: OffloadKey) -> int:
         """Of the rank that has least of it."""
@@ -156,26 +181,31 @@ class KvstoredManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._expire()
         self._resets.scheduled(context)
-        if self._wanted:
-            wanted, self._wanted = self._wanted, {}
-            with self._lock:
-                self._verifying.update(wanted)
-            together: dict[frozenset[str], list[OffloadKey]] = {}
-            for key, requests in wanted.items():
-                together.setdefault(frozenset(requests), []).append(key)
-            for keys in together.values():
-                self._pool.submit(self._verify, keys)
+        wanted, self._wanted = self._wanted, {}
+        sought, self._sought = self._sought, {}
+        self._ask(wanted, self._pool, self._wait_s)
+        self._ask(sought, self._fetches, self._fetch_wait_s)
         self._health.look()
 
-    def _verify(self, keys: list[OffloadKey]) -> None:
-        """Pins what is there and right, of all ranks, and drops the rest.
+    def _ask(self, wanted: dict[OffloadKey, set[str]], pool: ThreadPoolExecutor, wait_s: float) -> None:
+        with self._lock:
+            self._verifying.update(wanted)
+        together: dict[frozenset[str], list[OffloadKey]] = {}
+        for key, requests in wanted.items():
+            together.setdefault(frozenset(requests), []).append(key)
+        for keys in together.values():
+            pool.submit(self._verify, keys, wait_s)
+
+    def _verify(self, keys: list[OffloadKey], wait_s: float) -> None:
+        """Pins what is there and right, of all ranks, and drops the rest. What lies on disk or, where other
+        hosts are asked, there, is brought first.
 
         One call a rank: vLLM's thread asks again without a pause, and each call between would wait for the
         interpreter's lock until that thread is made to give it up, 5 ms each time.
         """
         pins = _Pins([], len(keys))
         good = [True] * len(keys)
-        until = time.monotonic() + self._wait_s
+        until = time.monotonic() + wait_s
         whole = self._names.whole(keys)
         try:
             for rank in range(self._names.ranks):
@@ -227,7 +257,7 @@ class KvstoredManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         with self._lock:
-            return bool(self._verifying or self._wanted)
+            return bool(self._verifying or self._wanted or self._sought)
 
     # ---------------------------------------------------------------- loads
 
@@ -256,14 +286,18 @@ class KvstoredManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         old = req_context.req_id in self._resets
         new = [key for key in keys if not old and self._names.usable(key) and self._state(key) == MISSING]
-        return PrepareStoreOutput(new, StoredBlocks(self._names.whole(new)), [])
+        names = self._names.whole(new)
+        if len(names) > 1 and self._wait_pending_s:  # of a prompt: they are computed in the step that begins
+            self._claims.computing(names)
+        return PrepareStoreOutput(new, StoredBlocks(names), [])
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        names = self._names.whole(keys)
+        self._claims.done(names)
         if self._events is None or not success:
             return
-        names = self._names.whole(keys)
         there = self._there(names)  # a worker's store that failed is no failure to vLLM
         if stored := [key for key, is_there in zip(keys, there, strict=True) if is_there]:
             self._events.append(OffloadingEvent(stored, Medium.CPU, False))
@@ -307,7 +341,7 @@ class KvstoredManager(OffloadingManager):
                     if not held.loads and not held.requests:
                         self._release(key)
         self._resets.finished(req_context.req_id)
-        for wanted in self._wanted.values():
+        for wanted in (*self._wanted.values(), *self._sought.values()):
             wanted.discard(req_context.req_id)
 
     def reset_cache(self) -> None:
@@ -315,6 +349,7 @@ class KvstoredManager(OffloadingManager):
         this engine finds nothing of it any more, and shares with no other. vLLM resets us also where requests
         go on with the KV that they have, and then offers all of it to be stored once more.
         """
+        self._claims.lift_all()
         with self._lock:
             self._names.begin_anew()
             self._resets.reset()
@@ -330,7 +365,9 @@ class KvstoredManager(OffloadingManager):
                 request.keys.clear()
 
     def shutdown(self) -> None:
+        self._fetches.shutdown(wait=True)
         self._pool.shutdown(wait=True)
+        self._claims.close()
         with self._lock:
             for key in list(self._held):
                 self._release(key)

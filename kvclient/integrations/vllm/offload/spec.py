@@ -14,9 +14,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 import kvclient
 from kvclient.integrations.options import with_defaults
-from kvclient.integrations.vllm.offload_naming import OffloadNames, engine_config
-from kvclient.integrations.vllm.offload_scheduling import KvstoredManager
-from kvclient.integrations.vllm.offload_worker import KvstoredWorker
+from kvclient.integrations.self_test import word_name
+from kvclient.integrations.vllm.offload.naming import OffloadNames, engine_config
+from kvclient.integrations.vllm.offload.scheduling import KvstoredManager
+from kvclient.integrations.vllm.offload.worker import KvstoredWorker
 
 OPTIONS = {
     "dir": None,  # of the daemon; by default where kvclient.connect() looks
@@ -24,6 +25,7 @@ OPTIONS = {
     "timeout_s": 2.0,  # of one call
     "wait_s": 5.0,  # for blocks that come from disk
     "wait_pending_s": 5.0,  # for blocks that another engine computes at this moment
+    "fetch_wait_s": 0.0,  # for blocks of other hosts; 0: only this host's
     "lease_s": 30.0,  # how long what was found is kept for a request that waits for room
     "max_held": 16_384,  # blocks, of all requests together
     "model_version": "",  # weights that were changed in place
@@ -51,11 +53,13 @@ class KvstoredOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             options = self._options
+            parallel = self.config.parallel
+            words = [word_name(self._unique, rank) for rank in range(parallel.world_size)]
             names = OffloadNames(self.config, self._engine, options, "rows of a block")
             self._manager = KvstoredManager(
                 self._connect(), names, float(options["wait_s"]), float(options["wait_pending_s"]),
                 float(options["lease_s"]), int(options["max_held"]),
-                self.kv_events_config.enable_kv_cache_events,
+                self.kv_events_config.enable_kv_cache_events, float(options["fetch_wait_s"]), words,
             )  # fmt: skip
         return self._manager
 
@@ -63,5 +67,10 @@ class KvstoredOffloadingSpec(OffloadingSpec):
         parallel = self.config.parallel
         return KvstoredWorker(
             self._connect(), kv_caches, parallel.rank, parallel.world_size, self.blocks_per_chunk,
-            float(self._options["wait_s"]),
+            float(self._options["wait_s"]), word_name(self._unique, parallel.rank),
         )  # fmt: skip
+
+    @property
+    def _unique(self) -> str:
+        """Of this engine: the same in its scheduler and in its workers."""
+        return f"{self.config.engine_id}\0{self.config.parallel.data_parallel_index}"

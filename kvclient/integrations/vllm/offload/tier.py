@@ -3,7 +3,8 @@
 Owns the jobs under way; copies between vLLM's host memory and the store on threads of its own, never on the
 scheduler's. Invariants: each job is reported once, with the keys that were loaded; a key whose load failed is
 a miss for a while, so that vLLM does not ask for it for ever; a store that is away is an empty one; behind a
-reset of vLLM's cache nothing of before is found, and nothing is stored of a request that has KV of before.
+reset of vLLM's cache nothing of before is found, and nothing is stored of a request that has KV of before;
+other hosts are asked once for what a request does not find here, by threads of their own.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 import kvclient
 from kvclient.integrations.health import Health
+from kvclient.integrations.leases import Leases
 from kvclient.integrations.options import with_defaults
-from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
+from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT, Pages
 from kvclient.integrations.self_test import Tried
-from kvclient.integrations.vllm.offload_naming import OffloadNames, Resets, engine_config
+from kvclient.integrations.vllm.offload.naming import OffloadNames, Resets, engine_config
 from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
@@ -45,13 +47,17 @@ OPTIONS = {
     "namespace": "default",
     "timeout_s": 2.0,  # of one call
     "wait_s": 5.0,  # of one job, for the disk or for another writer
+    "fetch_wait_s": 0.0,  # for blocks of other hosts; 0: only this host's
     "model_version": "",  # weights that were changed in place
     "weights_digest": "",  # instead of reading the checkpoint
     "enable_kv_events": False,
     "locality": "LOCAL",
 }
 THREADS = 4
-PENDING = 1
+FETCHES = 4  # requests for which other hosts are asked at a time
+QUEUE_S = 5.0  # beyond fetch_wait_s: how long a request waits while others' blocks are brought
+LEASE_S = 30.0  # how long what was brought is kept for its load
+MAX_BROUGHT = 32_768  # blocks of all requests, of the client's 65,536 pins
 FORGET_FAILURE_S = 10.0
 
 
@@ -69,6 +75,15 @@ class _NoPressure(BackpressureDetector):
 
     def reset(self) -> None:
         """There is nothing to forget."""
+
+
+class _Sought:
+    """What a request did not find on this host: of this step, and what was asked for before."""
+
+    def __init__(self, until: float) -> None:
+        self.new: set[OffloadKey] = set()
+        self.asked: dict[OffloadKey, Future[None]] = {}
+        self.until = until  # then it waits no longer, behind others' blocks say
 
 
 class KvstoredTier(SecondaryTierManager):
@@ -99,6 +114,10 @@ class KvstoredTier(SecondaryTierManager):
         self._pages = Pages(self._client, self._health, float(options["wait_s"]))
         self._layout_id = self._pages.format([self._rows.shape[1]])
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-tier")
+        self._fetch_wait_s = float(options["fetch_wait_s"])
+        self._fetches = ThreadPoolExecutor(FETCHES, "kvstored-fetch")
+        self._sought: dict[str, _Sought] = {}  # by request
+        self._brought = Leases(LEASE_S, MAX_BROUGHT)
         self._lock = threading.Lock()
         self._running: set[Future[None]] = set()
         self._finished: deque[JobResult] = deque()
@@ -148,13 +167,20 @@ class KvstoredTier(SecondaryTierManager):
         self._resets.reset()
         with self._lock:
             self._failed = {}
+        self._sought.clear()
         log.warning("kvstored: vLLM's cache was reset: from now on this engine shares with no other")
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._resets.scheduled(context)
+        for sought in self._sought.values():
+            if new := sought.new:
+                sought.new = set()
+                coming = self._fetches.submit(self._bring, self._names.whole(new))
+                sought.asked.update(dict.fromkeys(new, coming))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._resets.finished(req_context.req_id)
+        self._sought.pop(req_context.req_id, None)
 
     # ---------------------------------------------------------------- the scheduler asks
 
@@ -171,7 +197,28 @@ class KvstoredTier(SecondaryTierManager):
         if state in (RESIDENT, ON_DISK):
             return LookupResult.HIT
         # What another engine writes at this moment is not waited for here: vLLM would ask without an end.
-        return LookupResult.MISS
+        return self._ask_elsewhere(key, req_context.req_id) if state == MISSING else LookupResult.MISS
+
+    def _ask_elsewhere(self, key: OffloadKey, req_id: str) -> LookupResult:
+        """Of other hosts, once a request; the step that ends sends the question off."""
+        if not self._fetch_wait_s:
+            return LookupResult.MISS
+        now = time.monotonic()
+        if (sought := self._sought.get(req_id)) is None:
+            sought = self._sought[req_id] = _Sought(now + self._fetch_wait_s + QUEUE_S)
+        if (coming := sought.asked.get(key)) is None:
+            sought.new.add(key)
+        elif coming.done() or now >= sought.until:
+            return LookupResult.MISS
+        return LookupResult.RETRY
+
+    def _bring(self, names: list[bytes]) -> None:
+        """On a thread of its own: into this host's memory, and kept there for the load."""
+        if (blocks := self._pages.pin(names, self._fetch_wait_s)) is not None:
+            came = self._pages.states(names)  # what did not is not loaded, and would hold the others
+            self._brought.hold(
+                [name for name, state in zip(names, came, strict=True) if state == RESIDENT], blocks
+            )
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -238,7 +285,10 @@ class KvstoredTier(SecondaryTierManager):
 
     def _load(self, job: TransferJob) -> list[OffloadKey]:
         keys, rows = self._buffers(job)
-        loaded = self._pages.get(self._names.whole(keys), rows)
+        names = self._names.whole(keys)
+        loaded = self._pages.get(names, rows)
+        if self._fetch_wait_s:
+            self._brought.used(names)
         return [key for key, done in zip(keys, loaded, strict=True) if done]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -269,6 +319,8 @@ class KvstoredTier(SecondaryTierManager):
         return events
 
     def shutdown(self) -> None:
+        self._fetches.shutdown(wait=True)
         self._pool.shutdown(wait=True)
+        self._brought.close()
         del self._rows  # vLLM releases its memory next, which nobody must look at then
         self._client.close()

@@ -3,7 +3,7 @@
 Owns the jobs under way, on threads of its own; never decides what is loaded or stored. Invariants: each job
 is reported once; a store that fails is reported as done, for it is only a miss later; a load reads what the
 scheduler holds pinned and verified, and is reported as failed if that should not be there: vLLM 0.32 ends the
-engine then, rather than answer from wrong KV.
+engine then, rather than answer from wrong KV. A worker whose self-test has not passed is asked for no load.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvclient.integrations.health import Health
-from kvclient.integrations.self_test import Tried
+from kvclient.integrations.self_test import Tried, Word
 from kvclient.integrations.tensor_pages import Rows, TensorPages
 from kvclient.integrations.vllm.identity import each_of_rank
-from kvclient.integrations.vllm.offload_scheduling import StoredBlocks
+from kvclient.integrations.vllm.offload.scheduling import StoredBlocks
 
 log = logging.getLogger("vllm.kvstored")
 THREADS = 2
@@ -47,6 +47,7 @@ class KvstoredWorker(OffloadingWorker):
         ranks: int,
         blocks_per_chunk: int,
         wait_s: float,
+        word: bytes,
     ) -> None:
         self._client, self._caches, self._rank, self._ranks = client, caches, rank, ranks
         self._blocks_per_chunk = blocks_per_chunk
@@ -61,13 +62,19 @@ class KvstoredWorker(OffloadingWorker):
         self._running: dict[int, Future[None]] = {}
         self._finished: list[TransferResult] = []
         self._try_one_block()
+        self._word = Word(client, word)
+        self._give_word()
 
     # ---------------------------------------------------------------- vLLM's calls
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, StoredBlocks)
         ready = self._recorded()
-        self._submit(job_id, lambda: self._store(dst_spec.names, src_spec, ready))
+        store = partial(self._store, dst_spec.names, src_spec, ready)
+        if self._pages.untried:  # here nobody else uses the blocks, through which the first one is compared
+            self._run(job_id, store)
+        else:
+            self._submit(job_id, store)
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
@@ -153,7 +160,13 @@ class KvstoredWorker(OffloadingWorker):
             whole = [i for i, buffers in enumerate(rows) if all(row is not None for row in buffers)]
             done = self._pages.put([keys[i] for i in whole], self._formats[group], [rows[i] for i in whole])
             size += sum(self._bytes(rows[i]) for i, success in zip(whole, done, strict=True) if success)
+        self._give_word()
         return True, size
+
+    def _give_word(self) -> None:
+        """To the scheduler, that it may promise what is to be loaded here."""
+        if self._pages.proven:
+            self._word.give()
 
     def _load(self, names: list[bytes], spec: GPULoadStoreSpec) -> tuple[bool, int]:
         success, size = True, 0
