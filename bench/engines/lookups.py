@@ -64,6 +64,40 @@ def scheduler(directory: str, calls: int) -> dict[str, dict]:
     return {"scheduler, 500 blocks, first": figures(first), "scheduler, 500 blocks, again": figures(again)}
 
 
+def spec(directory: str, calls: int) -> dict[str, dict]:
+    """vLLM's OffloadingConnector asks the spec's manager for one block a call: 500 stored ones of a new
+    request, and again once they are held for it."""
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+
+    from kvclient._core import DerivedKeys
+    from kvclient.integrations.vllm.offload.scheduling import KvstoredManager
+
+    client = kvclient.connect(directory, on_error="miss")
+    derived = DerivedKeys(b"spec".ljust(32, b"\0"))
+    names = SimpleNamespace(ranks=1, usable=lambda key: True, whole=lambda keys: derived.listed(list(keys)))
+    manager = KvstoredManager(client, names, 1.0, 5.0, 30.0, 16_384, events=False)
+    keys = [make_offload_key(hashlib.sha256(b"%d" % block).digest(), 0) for block in range(BLOCKS)]
+    layout = kvclient.Layout(
+        num_layers=1, num_kv_heads=1, head_dim=64, dtype="uint8", kv_per_layer=1, block_tokens=BLOCK_TOKENS,
+        meta_fixed=0, meta_per_token=0, layer_bytes_per_token=(64,), name="bench",
+    )  # fmt: skip
+    writer = client.create(names.whole(keys), client.register_layout(layout))
+    for index in writer.granted:
+        writer[index].copy_layer(0, bytes(64 * BLOCK_TOKENS))
+    writer.seal()
+    first, again = [], []
+    for number in range(calls):
+        context = ReqContext(req_id=str(number))
+        first.append(thread_ns(lambda context=context: [manager.lookup(key, context) for key in keys]))
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+        manager._pool.submit(int).result()
+        again.append(thread_ns(lambda context=context: [manager.lookup(key, context) for key in keys]))
+        assert manager.lookup(keys[-1], context) is LookupResult.HIT
+        manager.on_request_finished(context)
+    manager.shutdown()
+    return {"spec, 500 calls, a new request": figures(first), "spec, 500 calls, again": figures(again)}
+
+
 def lmcache(directory: str, calls: int) -> dict[str, dict]:
     """LMCache's look-up-and-lock of 64 objects with its result, and the unlock."""
     import torch
@@ -98,7 +132,7 @@ def lmcache(directory: str, calls: int) -> dict[str, dict]:
 
 def main() -> None:
     told = json.loads(sys.stdin.readline())  # {"directory": …, "calls": n}
-    print(ANSWER + json.dumps(scheduler(**told) | lmcache(**told)), flush=True)
+    print(ANSWER + json.dumps(scheduler(**told) | spec(**told) | lmcache(**told)), flush=True)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,34 @@ transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1])
 """  # with the usual range of weights the KV hardly matters: zeroed KV would give the same tokens
 
 
+EAGLE = """
+import json, pathlib, shutil, sys, torch
+from safetensors.torch import save_file
+target, draft = map(pathlib.Path, sys.argv[1:])
+draft.mkdir()
+config = json.loads((target / "config.json").read_text())
+(draft / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+torch.manual_seed(1)
+wide, inner, kv = config["hidden_size"], config["intermediate_size"], config["hidden_size"] // 2
+shapes = {"fc": (wide, 2 * wide), "layers.0.post_attention_layernorm": (wide,)}
+for name, rows, columns in (("q", wide, wide), ("k", kv, wide), ("v", kv, wide), ("o", wide, wide)):
+    shapes[f"layers.0.self_attn.{name}_proj"] = (rows, columns)
+for name, rows, columns in (("gate", inner, wide), ("up", inner, wide), ("down", wide, inner)):
+    shapes[f"layers.0.mlp.{name}_proj"] = (rows, columns)
+save_file({f"{name}.weight": 0.15 * torch.randn(shape) for name, shape in shapes.items()},
+          draft / "model.safetensors")
+"""
+
+
+@pytest.fixture(scope="session")
+def eagle_draft(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An EAGLE head of random weights for the tiny model."""
+    target = tmp_path_factory.mktemp("draft") / "eagle"
+    words = [str(python_of("vllm")), "-c", EAGLE, tiny_model(0), target]
+    run_warm(words, ANSWER_S, check=True, python=WarmVllm, env={**os.environ, **VARIABLES})
+    return str(target)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """A Llama of 0.7 M random weights by its seed."""

@@ -1,11 +1,12 @@
 """Goal: one log line when an engine's store goes and one when it is back, however many threads ask and
 however often a call fails meanwhile; a page that could not be read back once is no wrong one; a lease of
 nothing holds nothing, leases can be counted at any time, and a reader who comes behind its lease's end does
-not end another's.
+not end another's; an eviction explains a lost block of its own try alone.
 
 Method: the classes alone, with a client that is told what to be, or one in the process.
 """
 
+import itertools
 import threading
 import time
 from types import SimpleNamespace
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 
 import kvclient
+from kvclient.errors import InvalidArgument
 from kvclient.integrations import health as module
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.pages import Pages
-from kvclient.integrations.self_test import TRIES, WRONG_LATER
+from kvclient.integrations.self_test import TRIES, WRONG_LATER, Tried, try_at_start
 
 
 def made(lines, degraded=False):
@@ -166,3 +168,19 @@ def test_a_page_that_cannot_be_read_back_is_wrong_only_if_that_is_so_again_and_a
         assert put == [[True]] * (TRIES - 1) + [[False]] * (times - TRIES + 1)
         assert pages.put([b"e" * 32], layout, content) == [times < TRIES]
         assert any(WRONG_LATER in line for line in lines) == (times == TRIES)
+
+
+@pytest.mark.parametrize(("seen", "ends"), [([0, 1, 1, 1], True), ([0, 1, 2, 3], False)])
+def test_an_eviction_explains_no_more_than_the_try_in_which_it_was(seen, ends):
+    """A block that is not found again ends the start, unless each try met an eviction: a store that others
+    fill evicts now and then."""
+    counts = iter([at for pair in itertools.pairwise(seen) for at in pair])
+    client = SimpleNamespace(stats=lambda: {"evictions": next(counts)}, degraded=False)
+    lines, lost = [], Tried(stored=True, loaded=False, same=False)
+    health = Health(client, SimpleNamespace(warning=lambda text, *values: lines.append(text % values)))
+    if ends:
+        with pytest.raises(InvalidArgument, match="not found again"):
+            try_at_start(client, health, lambda: lost, (0, 1))
+    else:
+        assert not try_at_start(client, health, lambda: lost, (0, 1))
+        assert "evicted at once" in lines[0]

@@ -115,7 +115,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
         nothing = Bitmap(len(keys))
-        if self._fetch_wait_s and (lacking := self._lacking(keys)):
+        if self._fetch_wait_s and self._client.attached and (lacking := self._lacking(keys)):
             work = partial(self._look_elsewhere, keys, lacking)
             return self._submit(self._lookups, nothing, work, self._fetches)
         if self._client.attached:  # shared memory answers: in less time than another thread would take

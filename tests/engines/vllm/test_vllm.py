@@ -92,21 +92,25 @@ def test_a_killed_daemon_leaves_the_engine_alive(daemon, vllm, tiny_model, plain
     same(engine.generate(third)[0], third_truth)
 
 
-@pytest.mark.parametrize("kind", ["draft model", "fp8"])
-def test_guessed_tokens_and_small_kv_hit(daemon, vllm, tiny_model, kind):
+@pytest.mark.parametrize("kind", ["draft model", "eagle", "fp8"])
+def test_guessed_tokens_and_small_kv_hit(daemon, vllm, tiny_model, eagle_draft, kind):
     """A draft's layers lie in the same blocks: were their KV wrong, its guesses would be, and would be seen
-    in the steps that the answer takes."""
+    in the steps that the answer takes. EAGLE's head has random weights, whose guesses are mostly wrong."""
     draft = shutil.copytree(tiny_model(0), f"{tiny_model(0)}-draft", dirs_exist_ok=True)
-    guesses = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
-    llm = {"speculative_config": guesses} if kind == "draft model" else {"kv_cache_dtype": "fp8_e5m2"}
+    if kind == "eagle":
+        draft = eagle_draft
+    guesses = {"method": kind.replace(" ", "_"), "model": draft, "num_speculative_tokens": 3}
+    llm = {"kv_cache_dtype": "fp8_e5m2"} if kind == "fp8" else {"speculative_config": guesses}
     options = {"model": tiny_model(0), "store": {"dir": str(daemon().dir)}, "llm": llm}
     first, second = vllm(options, options)
     (cold,) = first.generate(PROMPT, tokens=24)
     (warm,) = second.generate(PROMPT, tokens=24)
     assert (cold["cached"], warm["cached"]) == (0, FULL_BLOCKS)
     assert warm["tokens"] == cold["tokens"]
+    assert cold["guessed"] == warm["guessed"]
+    assert bool(cold["guessed"] and cold["guessed"][0]) == (kind != "fp8")
     if kind == "draft model":
-        assert cold["guessed"] == warm["guessed"] == [18, 18]
+        assert cold["guessed"] == [18, 18]
 
 
 @pytest.mark.parametrize("way", ["store", "spec"])

@@ -65,8 +65,8 @@ def nothing_is_promised_before_all_workers_were_tried():
     put(naming)
     offloading = manager(naming, words=words)
     workers = [kvclient.connect(DIRECTORY, on_error="miss") for _ in words]
-    given = [Word(worker, word) for worker, word in zip(workers, words, strict=True)]
-    for word in given:
+    promises = [Word(worker, word) for worker, word in zip(workers, words, strict=True)]
+    for word in promises:
         assert answers(offloading, KEYS) == [False] * len(KEYS)
         word.give()
     assert answers(offloading, KEYS, "another") == [True] * len(KEYS)
