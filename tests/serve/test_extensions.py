@@ -44,6 +44,27 @@ def test_what_is_written_with_a_time_to_live_is_gone_after_it(tiny, wait_until):
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "d" + TEXT}], "max_tokens": 2}),
+        ("completions", {"prompt": ["e" + TEXT, "f" + TEXT], "max_tokens": 2}),
+        ("responses", {"input": "g" + TEXT, "max_output_tokens": 2}),
+        ("messages", {"messages": [{"role": "user", "content": "h" + TEXT}], "max_tokens": 2}),
+    ],
+)
+def test_what_was_reused_stands_in_whole_answers_and_once_near_the_end_of_a_stream(tiny, path, body):
+    """A stream that did not ask for usage, and those of responses and messages, told it nowhere."""
+    whole = tiny.post(f"/v1/{path}", body)[2]
+    assert whole["kv_reuse"]["ttft_s"] > 0
+    text = tiny.text(f"/v1/{path}", {**body, "stream": True})
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    told = [event.get("kv_reuse") or event.get("response", {}).get("kv_reuse") for event in events]
+    assert [at for at, reuse in enumerate(told) if reuse] == [len(events) - (2 if path == "messages" else 1)]
+    (reuse,) = filter(None, told)
+    assert reuse["reused_tokens"] >= 256 and reuse["ttft_s"] > 0
+
+
+@pytest.mark.parametrize(
     ("more", "word"),
     [
         ({"kv_codec": "int2"}, "kv_codec"),

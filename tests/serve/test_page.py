@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +19,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PATIENCE_MS = 180_000  # on a machine that does much else
 SOME = re.compile(".{20}", re.S)
 LONG = "words of one conversation that come again in each of its turns, " * 3
-FILL = """() => { for (let size = 1 << 23; size > 0; size >>= 1)
-    try { for (let at = 0; ; ++at) sessionStorage.setItem(`${size} ${at}`, "x".repeat(size)); } catch {} }"""
+FILL = """() => { for (let size = 1 << 23; size > 0; size >>= 1) try {
+    for (let at = 0; ; ++at) sessionStorage.setItem(`${size} ${at}`, "x".repeat(size)); } catch {} }"""
+CONTRAST = Path(__file__).with_name("contrast.js").read_text()  # of the placeholder
 FOCUSED = """() => { const e = document.activeElement; // its name, its ring, what it is called
     return [e.id || e.textContent, getComputedStyle(e).outlineStyle,
             e.labels?.length || e.ariaLabel || e.textContent]; }"""
@@ -159,8 +161,8 @@ def test_stop_ends_the_computing_and_edit_asks_again(page, roomy, wait_until):
     page.click("text=Edit and resend")
     assert page.input_value("#message") == "go on" and page.locator(".turn").count() == 0
     page.fill("#max_tokens", "5")
-    asked_now = asked(page, lambda: say(page, "something else", ended=False))["messages"]
-    assert [message["content"] for message in asked_now] == ["something else"]
+    (message,) = asked(page, lambda: say(page, "something else", ended=False))["messages"]
+    assert message["content"] == "something else"
 
 
 def test_of_several_models_one_can_be_chosen_and_stays_so(page):
@@ -208,31 +210,27 @@ def test_markup_in_an_answer_is_text(page):
 
 
 def test_every_tier_is_told_and_drawn_and_what_is_approximate(page):
-    reuse = {"prompt_tokens": 1000, "reused_tokens": 900, "memory_tokens": 500, "disk_tokens": 300,
-             "peer_tokens": 100, "approximate_tokens": 40, "ttft_s": 0.05,
-             "cold_ttft_estimate_s": 1.5}  # fmt: skip
+    reuse = {"prompt_tokens": 1000, "reused_tokens": 900, "memory_tokens": 500, "disk_tokens": 300}
+    reuse |= {"peer_tokens": 100, "approximate_tokens": 40, "ttft_s": 0.05, "cold_ttft_estimate_s": 1.5}
     answers(page, {"content": "so"}, kv_reuse=reuse)
     say(page, "where from?")
     told = page.locator(".assistant .reuse").first.inner_text()
     assert "900 of 1000 tokens reused (500 memory, 300 disk, 100 other host)" in told
     assert "40 approximate" in told and "first token after 50 ms" in told
     assert "about 1.50 s without the store (an estimate)" in told
-    wide = [page.locator(f".assistant .bar{kind}").bounding_box()["width"]
-            for kind in ("", " .memory", " .disk", " .peer", " .computed")]  # fmt: skip
+    kinds = ("", " .memory", " .disk", " .peer", " .computed")
+    wide = [page.locator(f".assistant .bar{kind}").bounding_box()["width"] for kind in kinds]
     assert [part / wide[0] for part in wide] == pytest.approx([1, 0.5, 0.3, 0.1, 0.1], abs=0.01)
     assert re.search(r"approximately\s*40\s", page.inner_text("#talk"))
     assert re.search(r"waiting saved, about\s*1.45 s", page.inner_text("#talk"))
-    assert page.get_attribute("#plot", "aria-label").endswith(": 50 ms reused")
+    assert page.get_attribute("#plot", "aria-label").endswith(": 50 ms reused from another host")
+    style = "e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).fill]"
+    assert page.locator(".bar .peer").evaluate(style)[0] == page.locator("#plot .peer").evaluate(style)[1]
 
 
 def test_thoughts_can_be_opened_and_an_answer_at_its_longest_says_so(page):
-    answers(
-        page,
-        {"reasoning_content": "first "},
-        {"reasoning_content": "this"},
-        {"content": "x"},
-        finish="length",
-    )
+    thoughts = {"reasoning_content": "first "}, {"reasoning_content": "this"}
+    answers(page, *thoughts, {"content": "x"}, finish="length")
     say(page, "think")
     assert page.locator(".assistant details span").text_content() == "first this"
     assert not page.locator(".assistant details span").is_visible()
@@ -352,15 +350,17 @@ def test_no_rule_for_access_is_broken(browser, roomy, scheme):
 def test_light_and_dark_differ_and_can_be_read(browser, roomy, scheme):
     for page in opened(browser, roomy.url, color_scheme=scheme):
         say(page, LONG)
-        back = page.evaluate("getComputedStyle(document.documentElement).colorScheme")
-        assert back == "light dark"
-        text = page.evaluate("getComputedStyle(document.querySelector('.text')).color")
-        assert (text == "rgb(0, 0, 0)") == (scheme == "light")
-        page.set_viewport_size({"width": 400, "height": 800})
+        assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light dark"
+        black = page.evaluate("getComputedStyle(document.querySelector('.text')).color") == "rgb(0, 0, 0)"
+        assert black == (scheme == "light")
+        page.set_viewport_size({"width": 390, "height": 800})
         page.evaluate("scrollTo(0, 0)")
         box = page.locator("#message").bounding_box()
         assert box["y"] > 0 and box["y"] + box["height"] <= 800, "settings stand below, the message in view"
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        plot, first = (page.locator(name).bounding_box()["x"] for name in ("#plot", "#plot rect"))
+        assert 0 <= first - plot < 3, "its bars begin where the figures above them do"
+        assert page.evaluate(CONTRAST) >= 4.5, "of what stands in a field before anything is written"
 
 
 def test_a_server_that_is_gone_is_said(browser, server):

@@ -13,12 +13,13 @@ import torch
 
 from kvclient.serve.engine.job import Done, Prompt, Token
 from kvclient.serve.engine.sampling import Chosen, Sampler, Sampling
+from kvclient.serve.engine.text import Text
 from kvclient.serve.errors import ApiError
-from kvclient.serve.http.answers.chat import token_bytes
+from kvclient.serve.http.answers.chat import chat_stream, chat_whole, token_bytes
 from kvclient.serve.http.answers.completions import completion_stream, completion_whole
 from kvclient.serve.http.answers.run import Choice, Run
 from kvclient.serve.http.asking import Ask
-from kvclient.serve.http.schema import CompletionRequest
+from kvclient.serve.http.schema import ChatRequest, CompletionRequest
 
 WORDS = ["one ", "two", " three", "é"]
 
@@ -26,6 +27,9 @@ WORDS = ["one ", "two", " three", "é"]
 class Words:
     def decode(self, ids, skip_special_tokens=True):
         return "".join(WORDS[token] for token in ids)
+
+    def convert_ids_to_tokens(self, token):
+        return WORDS[token]
 
 
 class Events(Run):
@@ -105,6 +109,73 @@ def test_a_piece_of_a_character_is_told_as_its_own_bytes(word, text, wanted):
     tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: word)
     assert token_bytes(tokenizer, 7, text) == wanted
     assert wanted is None or bytes(wanted).decode(errors="replace") == text
+
+
+class Spelled:
+    """As SentencePiece's: a word has its space in front, which a text's first loses."""
+
+    words = "▁one", "▁two", "s", "▁", "▁▁▁x"
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(self.words[token] for token in ids).replace("▁", " ").removeprefix(" ")
+
+    def convert_ids_to_tokens(self, token):
+        return self.words[token]
+
+
+class Spelling(Run):
+    """One answer of five such tokens."""
+
+    def __init__(self, request, echo, behind):
+        self.asking = SimpleNamespace(tokenizer=Spelled(), model_name="tiny", fingerprint="x")
+        self.began, self.first_at, self.close = 0.0, 0.0, lambda: None
+        self.choices = [Choice(Ask([0, 1], 5, Sampling(logprobs=1), request, echo=echo))]
+        self._events, text = asyncio.Queue(), Text(self.asking.tokenizer, behind=behind)
+        scored = (None, Chosen(1, -0.5, ((1, -0.5),))) if echo else ()
+        self._events.put_nowait((0, Prompt(0, 0, 0, 0, None, scored)))
+        for token in (1, 2, 3, 4, 0):
+            chosen = Chosen(token, -1.0, ((token, -1.0),))
+            self._events.put_nowait((0, Token(text.add(token), chosen)))
+        self._events.put_nowait((0, Done("length", text.end())))
+
+    async def told(self, whole, stream):
+        """Its choices, in pieces where it is streamed."""
+        if stream is not None:
+            return [chunk["choices"][0] async for chunk in stream(self)]
+        await self._all()
+        return whole(self)["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_completions_tokens_are_its_text_where_words_have_their_space_in_front(echo, stream):
+    """They had none, so "one", "two" were told of "one two"."""
+    run = Spelling(CompletionRequest(prompt=[0, 1], logprobs=1, echo=echo), echo, [0, 1])
+    pieces = asyncio.run(run.told(completion_whole, completion_stream if stream else None))
+    told = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+    words = [word for part in told for word in part["tokens"]]
+    text = "one two" * echo + " twos    x one"
+    assert "".join(words) == "".join(piece["text"] for piece in pieces) == text
+    tops = [next(iter(top)) for part in told for top in part["top_logprobs"] if top]
+    assert tops == words[echo:]
+    offsets = [at for part in told for at in part["text_offset"]]
+    assert all(text.startswith(word, at) for word, at in zip(words, offsets, strict=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_chats_tokens_are_its_text_where_words_have_their_space_in_front(goes_on, stream):
+    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "one"}]
+    request = ChatRequest(messages=said, logprobs=True, top_logprobs=1, continue_final_message=goes_on)
+    run = Spelling(request, False, [0, 1] if goes_on else ())
+    pieces = asyncio.run(run.told(chat_whole, chat_stream if stream else None))
+    messages = [piece["delta"] if stream else piece["message"] for piece in pieces]
+    rows = [row for piece in pieces if piece["logprobs"] for row in piece["logprobs"]["content"]]
+    text = " twos    x one" if goes_on else "twos    x one"
+    assert "".join(message.get("content", "") for message in messages) == text
+    assert "".join(row["token"] for row in rows) == text
+    assert bytes(value for row in rows for value in row["bytes"]).decode() == text
+    assert [row["top_logprobs"][0]["token"] for row in rows] == [row["token"] for row in rows]
 
 
 class Pieces:

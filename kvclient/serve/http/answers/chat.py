@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, cast
 from kvclient.serve.engine.job import Done, Token
 from kvclient.serve.engine.sampling import Chosen
 from kvclient.serve.engine.text import UNFINISHED
-from kvclient.serve.http.answers.run import Choice, Run, head, new_id
+from kvclient.serve.http.answers.run import Choice, Run, head, last_words, new_id, wants_usage
 from kvclient.serve.http.asking import Ask
 from kvclient.serve.http.reasoning import Reasoning, parted
 from kvclient.serve.http.schema import ChatRequest
 from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_call
+
+SPACE = "\u2581"  # what stands for a space in vocabularies of SentencePiece's kind
 
 
 def chat_whole(run: Run) -> dict[str, Any]:
@@ -28,7 +30,8 @@ def chat_whole(run: Run) -> dict[str, Any]:
         message, finish = chat_message(choice)
         logprobs = None
         if choice.ask.sampling.logprobs is not None:
-            logprobs = {"content": [spelled(run, chosen) for chosen in choice.tokens]}
+            told = (spelled(run, chosen, begins(choice, at)) for at, chosen in enumerate(choice.tokens))
+            logprobs = {"content": list(told)}
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
     return {**out, "choices": choices, "usage": run.usage(), "kv_reuse": run.reuse()}
 
@@ -71,12 +74,12 @@ async def chat_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
             continue
         said = None
         if isinstance(event, Token) and choice.ask.sampling.logprobs is not None:
-            said = {"content": [spelled(run, event.chosen)]}
+            said = {"content": [spelled(run, event.chosen, begins(choice, len(choice.tokens) - 1))]}
         for delta in deltas(event.text, *heard[index], bool(said), ended):
             yield chunk(index, delta, None, said)
             said = None
         if ended:
-            yield chunk(index, {}, chat_message(choice)[1])
+            yield {**chunk(index, {}, chat_message(choice)[1]), **last_words(run)}
     last = {**base, "choices": [], "usage": run.usage(), "kv_reuse": run.reuse()}
     if wants_usage(run):
         yield last
@@ -131,20 +134,31 @@ def offered(ask: Ask) -> Offered:
     return Offered({function.name for function in functions}, most, strict)
 
 
-def wants_usage(run: Run) -> bool:
-    """Whether the stream ends with the counts of tokens."""
-    options = run.choices[0].ask.request.stream_options
-    return options is not None and options.include_usage
+def begins(choice: Choice, at: int) -> bool:
+    """Whether its token at that place is a text's first, before which no space is told."""
+    return at == 0 and not cast(ChatRequest, choice.ask.request).continue_final_message
 
 
-def spelled(run: Run, chosen: Chosen) -> dict[str, Any]:
-    """A token with its probability and those of the likeliest, as /v1/chat/completions has it."""
+def spelled(run: Run, chosen: Chosen, first: bool) -> dict[str, Any]:
+    """A token with its probability and those of the likeliest, as /v1/chat/completions has it. first: of a
+    text.
+    """
+    tokenizer = run.asking.tokenizer
 
     def word(token: int, logprob: float | None) -> dict[str, Any]:
-        text = run.asking.tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": token_bytes(run.asking.tokenizer, token, text)}
+        text = str(tokenizer.decode([token])) if first else token_text(tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": token_bytes(tokenizer, token, text)}
 
     return {**word(chosen.token, chosen.logprob), "top_logprobs": [word(*pair) for pair in chosen.top]}
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Its own, with the space that a word of SentencePiece's kind begins with: its decoder takes that for a
+    text's first, and leaves it out."""
+    text = str(tokenizer.decode([token]))
+    word = str(tokenizer.convert_ids_to_tokens(token))
+    spaces = len(word) - len(word.lstrip(SPACE))
+    return text if text.startswith(" " * spaces) else f" {text}"
 
 
 def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:

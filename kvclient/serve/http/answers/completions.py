@@ -12,8 +12,8 @@ from typing import Any
 from kvclient.serve.engine.job import Done, Prompt, Token
 from kvclient.serve.engine.sampling import Chosen
 from kvclient.serve.engine.text import UNFINISHED, Text
-from kvclient.serve.http.answers.chat import token_bytes, wants_usage
-from kvclient.serve.http.answers.run import Choice, Run, head, new_id
+from kvclient.serve.http.answers.chat import token_bytes, token_text
+from kvclient.serve.http.answers.run import Choice, Run, head, last_words, new_id, wants_usage
 
 
 def completion_whole(run: Run) -> dict[str, Any]:
@@ -46,9 +46,11 @@ class Offsets:
         return at
 
 
-def named(tokenizer: Any, token: int) -> str:
-    """Its text; of a piece of a character its bytes, as OpenAI's API has it: their text is one for all."""
-    text = str(tokenizer.decode([token]))
+def named(tokenizer: Any, token: int, first: bool) -> str:
+    """Its text; of a piece of a character its bytes, as OpenAI's API has it: their text is one for all.
+    first: of a text, before which no space is told.
+    """
+    text = str(tokenizer.decode([token])) if first else token_text(tokenizer, token)
     values = token_bytes(tokenizer, token, text) if UNFINISHED in text else None
     if values is None or values == list(text.encode()):
         return text
@@ -73,10 +75,11 @@ def listed(run: Run, choice: Choice, answer: Offsets) -> dict[str, Any]:
         offsets += map(Offsets(tokenizer).of, choice.ask.prompt)
     rows += [(chosen.token, chosen) for chosen in choice.tokens]
     offsets += [answer.of(chosen.token) for chosen in choice.tokens]
-    words = [named(tokenizer, token) for token, _ in rows]
+    first = [choice.ask.echo and at == 0 for at in offsets]
+    words = [named(tokenizer, token, at) for (token, _), at in zip(rows, first, strict=True)]
     tops = [
-        {named(tokenizer, token): p for token, p in reversed(chosen.top)} if chosen else None
-        for _, chosen in rows
+        {named(tokenizer, token, at): p for token, p in reversed(chosen.top)} if chosen else None
+        for (_, chosen), at in zip(rows, first, strict=True)
     ]
     tops = [top and dict(reversed(top.items())) for top in tops]
     logprobs = [chosen.logprob if chosen else None for _, chosen in rows]
@@ -108,6 +111,6 @@ async def completion_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
             if event.text or said:
                 yield chunk(index, event.text, None, said)
         elif isinstance(event, Done):
-            yield chunk(index, event.text, event.reason)
+            yield {**chunk(index, event.text, event.reason), **last_words(run)}
     if wants_usage(run):
         yield {**base, "choices": [], "usage": run.usage(), "kv_reuse": run.reuse()}

@@ -24,7 +24,7 @@ def message_whole(run: Run) -> dict[str, Any]:
     for delta in whole_deltas(choice):
         blocks.of(delta)
     told = {"content": blocks.whole(), **_stopped(choice, chat_message(choice)[1]), "usage": _usage(run)}
-    return {**_head(run, new_id("msg")), **told}
+    return {**_head(run, new_id("msg")), **told, "kv_reuse": run.reuse()}
 
 
 async def message_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
@@ -41,7 +41,8 @@ async def message_stream(run: Run) -> AsyncIterator[dict[str, Any]]:
                     yield told
     for told in blocks.closed():
         yield told
-    yield {"type": "message_delta", "delta": _stopped(choice, chat_message(choice)[1]), "usage": _usage(run)}
+    ended = {"delta": _stopped(choice, chat_message(choice)[1]), "usage": _usage(run)}
+    yield {"type": "message_delta", **ended, "kv_reuse": run.reuse()}
     yield {"type": "message_stop"}
 
 

@@ -171,6 +171,7 @@ def _body(run: Run, ident: str, status: str, items: list[Item]) -> Item:
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens_details": {"reasoning_tokens": thoughts},
         },
+        **({"kv_reuse": run.reuse()} if run.over else {}),
     }  # fmt: skip
 
 

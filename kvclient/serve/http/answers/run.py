@@ -128,6 +128,11 @@ class Run:
         async for _ in self.events():
             pass
 
+    @property
+    def over(self) -> bool:
+        """Whether every answer has ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
     # ---------------------------------------------------------------- figures
 
     def usage(self) -> dict[str, Any]:
@@ -161,6 +166,17 @@ class Run:
             "cold_ttft_estimate_s": None if prompt.cold_s is None else round(prompt.cold_s, 4),
             **({"window": held} if (held := self.choices[0].window) is not None else {}),
         }  # fmt: skip
+
+
+def last_words(run: Run) -> dict[str, Any]:
+    """What the last chunk of a stream says that tells no usage."""
+    return {"kv_reuse": run.reuse()} if run.over and not wants_usage(run) else {}
+
+
+def wants_usage(run: Run) -> bool:
+    """Whether the stream ends with the counts of tokens."""
+    options = run.choices[0].ask.request.stream_options
+    return options is not None and options.include_usage
 
 
 def farthest_tier(reuse: dict[str, Any]) -> str:
