@@ -28,8 +28,9 @@ $(VENV)/.python: | .ci/system
 	@PYTHON="$(PYTHON)" .ci/system
 	@$(LOCK) sh -ec 'test -x $(PY) || "$(PYTHON)" -m venv $(VENV)'
 	@echo "$(CURDIR)" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvstored-checkout.pth
-	@printf '#!%s\nimport sys\n\nfrom kvstored.cli.main import main\n\nsys.exit(main())\n' "$(CURDIR)/$(PY)" > $(VENV)/bin/kvstored
-	@chmod +x $(VENV)/bin/kvstored
+	@for program in kvstored:kvstored.cli.main kvclient-serve:kvclient.serve.__main__; do file=$(VENV)/bin/$${program%%:*}; \
+		printf '#!%s\nimport sys\n\nfrom %s import main\n\nsys.exit(main())\n' "$(CURDIR)/$(PY)" "$${program##*:}" > $$file && chmod +x $$file || exit 1; \
+	done
 	@touch $@
 
 # $(call install,LISTS): pip install of the named lists of pyproject.toml at the versions of constraints.txt

@@ -29,19 +29,26 @@ def parse(made: argparse.ArgumentParser, prefix: str, argv: Sequence[str] | None
     before.add_argument("--config")
     known, _ = before.parse_known_args(argv)
     path = known.config or os.environ.get(f"{prefix}CONFIG")
+    below: dict[str, Any] = {}  # its flags
     for name, value in (_file(made, path) if path else {}).items():
         dest = name.replace("-", "_")
         if dest not in actions or dest == "config":
             made.error(f"{path}: {name} is no setting; there are {', '.join(sorted(actions))}")
-        made.set_defaults(**{dest: _value(made, actions[dest], value, f"{path}: {name}")})
+        below[dest] = _value(made, actions[dest], value, f"{path}: {name}")
     _near(made, prefix, actions)
     for dest, action in actions.items():
         name = prefix + dest.upper()
         text = os.environ.get(name)
         if dest != "config" and text is not None and not SERVICE.fullmatch(text):
             words: Any = text.split() if isinstance(action, argparse._AppendAction) else text
-            made.set_defaults(**{dest: _value(made, action, words, name)})
-    return made.parse_args(argv)
+            below[dest] = _value(made, action, words, name)
+    # A flag that may be repeated would be added to what stands below it.
+    lists = {dest: value for dest, value in below.items() if isinstance(value, list)}
+    made.set_defaults(**{dest: value for dest, value in below.items() if dest not in lists})
+    chosen = made.parse_args(argv)
+    for dest, value in lists.items():
+        setattr(chosen, dest, getattr(chosen, dest) or value)
+    return chosen
 
 
 def _near(made: argparse.ArgumentParser, prefix: str, known: Iterable[str]) -> None:

@@ -33,6 +33,9 @@ def test_a_file_is_below_the_environment_and_that_below_flags(tmp_path, monkeypa
     assert settings.api_key == ["a", "b"] and settings.listen_beyond_loopback is False
     monkeypatch.setenv("KVCLIENT_SERVE_CONFIG", str(file))
     assert options(["m"]).max_batch_size == 3
+    monkeypatch.setenv("KVCLIENT_SERVE_API_KEY", "c d")
+    assert options(["m"]).keys == [b"c", b"d"], "what is above is there instead, and not beside it"
+    assert options(["m", "--api-key", "e", "--api-key", "f"]).keys == [b"e", b"f"]
 
 
 @pytest.mark.parametrize(
