@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -39,7 +40,7 @@ BOUNDS = {  # of what is a number, the least and the most
     "max_batch_size": (1, 1024), "max_queue": (1, 1 << 16), "max_batch_tokens": (16, 1 << 20),
     "block_tokens": (16, MAX_BLOCK_TOKENS), "memory_tokens": (16, 1 << 32), "max_model_len": (1, 1 << 24),
     "request_timeout": (0.01, 7 * 86400), "draft_tokens": (1, 64), "threads": (1, 1024),
-    "store": (1 << 20, 1 << 46), "sink_tokens": (0, 1 << 16),
+    "store": (1 << 20, 1 << 46), "memory": (1 << 20, 1 << 46), "sink_tokens": (0, 1 << 16),
 }  # fmt: skip
 SPINS = "10000"  # of an OpenMP thread that waits for another, before it sleeps: a fraction of a millisecond
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -69,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dir", help="the daemon's directory (default: this host's)")
     add("--namespace", default="default", help="of the daemon (default: %(default)s)")
     add("--quantization", choices=("auto", "awq"), default="auto", help="awq: refuse what is not AWQ")
+    add("--memory", type=size, help="for all of it: layers beyond it are read from the disk, as 4GiB")
     add("--store", type=size, help="without a daemon: memory for KV in this process, as 2GiB")
     add("--kv-codec", choices=("none", "int8", "int4"), default="none", help="how blocks hold KV")
     add("--repair", choices=REPAIRS, default="calibrated", help="inside prompts (default: %(default)s)")
@@ -169,6 +171,7 @@ def served(chosen: argparse.Namespace) -> Any:
     from kvclient.serve.engine.loop import Loop
     from kvclient.serve.http.asking import Asking
     from kvclient.serve.scheduler import Limits
+    from kvclient.serve.streamed import limited
 
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
@@ -195,7 +198,8 @@ def served(chosen: argparse.Namespace) -> Any:
     _is_a_model(chosen.model)
     if chosen.quantization == "awq" and not _is_awq(chosen.model):
         raise SystemExit(f"kvclient-serve: --quantization awq: {chosen.model} is no AWQ checkpoint")
-    with client, _loaded(chosen.model, client, dtype, chosen.device, settings_of_store) as engine:
+    placed = chosen.device, chosen.memory
+    with client, _loaded(chosen.model, client, dtype, *placed, settings_of_store) as engine:
         config = engine.model.config.get_text_config(decoder=True)
         longest = int(getattr(config, "max_position_embeddings", 0) or 4096)
         limits = Limits(
@@ -205,7 +209,10 @@ def served(chosen: argparse.Namespace) -> Any:
             chosen.memory_tokens,
             chosen.request_timeout,
         )
-        loop = Loop(engine.model, engine.kv, limits, drafting(chosen, engine.model))
+        drafts = drafting(chosen, engine.model)
+        if drafts is not None:
+            limits = dataclasses.replace(limits, step_tokens=1 + drafts.tokens)
+        loop = Loop(engine.model, engine.kv, limited(engine, limits), drafts)
         try:
             name = chosen.served_model_name or Path(chosen.model).name
             ends = engine.model.generation_config.eos_token_id
@@ -242,14 +249,19 @@ def drafting(chosen: argparse.Namespace, model: Any) -> Any:
     return Drafting(drafter, chosen.draft_tokens, vocabulary)
 
 
-def _loaded(model: str, client: Any, dtype: Any, device: str, keywords: dict[str, Any]) -> Any:
+def _loaded(
+    model: str, client: Any, dtype: Any, device: str, memory: int | None, keywords: dict[str, Any]
+) -> Any:
     """The Engine of a directory, a hub id, a .gguf file or an AWQ checkpoint, whose words stay packed."""
     import huggingface_hub
     import transformers
 
     from kvclient.hf import Engine, awq
     from kvclient.hf.engine.loading import chosen_device
+    from kvclient.serve.streamed import streamed
 
+    if memory is not None:
+        return streamed(model, client, dtype, device, memory, keywords)
     if _is_awq(model):
         device = chosen_device(device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)

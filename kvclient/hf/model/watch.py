@@ -31,7 +31,7 @@ from kvclient.blocks.identity import CONFIG_DENY_LIST
 from kvclient.hf.model.code import NAMED, Code
 from kvclient.hf.model.modes import Modes
 from kvclient.hf.model.values import CONTAINERS, plain_text
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.registry import streams_of
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
 CALLED = ("scaled_dot_product_attention", "linear", "embedding", "silu", "gelu", "softmax", "layer_norm")

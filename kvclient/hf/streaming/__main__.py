@@ -26,9 +26,10 @@ from kvclient.hf.streaming import (
     streaming_stats,
     write_trace,
 )
-from kvclient.hf.streaming.admission import CHUNK, Admission
 from kvclient.hf.streaming.files.checkpoint import HUB_ID
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.planner.admission import Admission
+from kvclient.hf.streaming.planner.asked import PIECES
+from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.residency import RESIDENCIES
 
 STEPS = {"progress": "rearranging", "loading": "loading"}
@@ -50,12 +51,13 @@ def parser() -> argparse.ArgumentParser:
     name, about = "python -m kvclient.hf.streaming", "Generates with a model whose layers are read from disk."
     asked = argparse.ArgumentParser(prog=name, description=about)
     asked.add_argument("directory", type=Path, help="of a checkpoint in safetensors, AWQ or plain")
-    asked.add_argument("--memory", type=memory, help="for weights and slots: 2GiB; default: what is free")
+    asked.add_argument("--memory", type=memory, help="for all of it, as 2GiB; default: what is free")
     asked.add_argument("--device", default="cpu", help="cuda: --memory is of it, the rest in the host's")
     asked.add_argument("--host-threads", type=int, help="of the host, that computes layers beside cuda")
     asked.add_argument("--residency", choices=RESIDENCIES, default="auto")
     asked.add_argument("--prompt", default="The capital of France is")
     asked.add_argument("--max-new-tokens", type=int, default=16)
+    asked.add_argument("--auto-truncate", action="store_true", help="beyond --memory: its last tokens")
     asked.add_argument("--slots", type=int, default=2, help="layers in memory of those that are streamed")
     asked.add_argument("--no-rearrange", action="store_true", help="read the safetensors where they lie")
     asked.add_argument("--trace", type=Path, help="a file for Perfetto: what was read and computed when")
@@ -98,17 +100,18 @@ def drafts(named: str | None) -> Speculation | None:
 
 def admitted(model: torch.nn.Module, ids: torch.Tensor, asked: argparse.Namespace) -> int | None:
     """Tokens of a prompt, ids [1, tokens], that are computed at one time, fewer where memory is short; None:
-    all, as they are with drafts, or where not one token is sure to fit, which is said. Raises RequestTooLarge
-    for a prompt that needs more than --memory.
+    all, as they are with drafts, or where not one token is sure to fit, which is said, or where generate()
+    asks by itself. Raises RequestTooLarge for a prompt that needs more than is free.
     """
+    if asked.memory is not None and asked.device == "cpu":
+        return None
     prompt = ids.shape[1]
-    pieces = [prompt] if asked.draft else [CHUNK, CHUNK // 4]  # each reads what is streamed once more
+    pieces = [prompt] if asked.draft else [prompt, *(piece for piece in PIECES if piece < prompt)]
     tried = [Admission(model, asked.memory, piece) for piece in pieces]
-    wide = (each for each in tried if each.longest(asked.max_new_tokens, most=prompt) == prompt)
-    admission = next(wide, tried[-1])
-    if not admission.longest(asked.max_new_tokens, most=1):  # the layers that stay took what there was
+    admission = next((each for each in tried if each.fits(prompt, asked.max_new_tokens)), tried[-1])
+    if not admission.longest(asked.max_new_tokens, most=1):  # what is free is not what it was
         least = admission.estimate(1, asked.max_new_tokens).bytes
-        print(f"note: one token may take {least} bytes, --memory is {asked.memory}", file=sys.stderr)
+        print(f"note: one token may take {least} bytes, there are {admission.memory}", file=sys.stderr)
         return None
     admission.admit(ids, asked.max_new_tokens)
     return admission.chunk if prompt > admission.chunk else None
@@ -152,13 +155,14 @@ def expected(stats: Mapping[str, Any], pass_s: float | None) -> str:
 def run(asked: argparse.Namespace) -> dict[str, object]:
     """Generates as the command line says: text, seconds, bytes and estimates by name."""
     began = time.perf_counter()
+    tokenizer, inputs = prompt_of(asked)
+    room = inputs["input_ids"].shape[1] + asked.max_new_tokens
     config = StreamingConfig(
         residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots,
         rearrange=not asked.no_rearrange, trace=asked.trace is not None, device=asked.device,
-        host_threads=asked.host_threads,
+        host_threads=asked.host_threads, room_tokens=room, auto_truncate=asked.auto_truncate,
     )  # fmt: skip
     steps = {name: None if asked.json else Step(what) for name, what in STEPS.items()}
-    tokenizer, inputs = prompt_of(asked)
     model = StreamingCausalLM.from_pretrained(asked.directory, config, **steps)
     loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
     moved, pass_s = stats["bytes_per_pass"], expected_s(model)

@@ -1,6 +1,6 @@
 """A causal model of which some layers lie on the disk: how it is put together, and what is known of it.
 
-Owns from_pretrained(), and which model has which streams. Never reads a layer (streams.py does). Invariant: a
+Owns from_pretrained(). Never reads a layer (streams.py does). Invariant: a
 model that is returned has all weights that stay in memory, or raises where they are asked for.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,9 @@ from kvclient.hf.streaming.files.index import Arrangement, Part, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import DiskMover
+from kvclient.hf.streaming.planner import asked
+from kvclient.hf.streaming.planner.shape import Shape
+from kvclient.hf.streaming.registry import belong, known
 from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, Plan, StreamingConfig, plan, promised
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.streams import Streams, pieces_of
@@ -33,8 +35,6 @@ from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import copies, kept, lies
 
 COPIES = 2  # of a layer's tensors in another type, at one time
-# Not an attribute of the model: what a module has is part of its identity.
-_streams: weakref.WeakKeyDictionary[torch.nn.Module, Streams | DeviceStreams] = weakref.WeakKeyDictionary()
 
 
 class StreamingCausalLM:
@@ -58,7 +58,8 @@ class StreamingCausalLM:
         if config.device != "cpu":
             if mover is not None:
                 raise InvalidArgument(f"mover={mover!r}; a model on {config.device} has one of its own")
-            model, _streams[model] = device.load(home, config, dtype, loading)
+            model, streams = device.load(home, config, dtype, loading)
+            belong(model, streams)
             return _with_generation(model, home)
         if config.residency == "auto" and config.memory is not None and config.memory < WORKING_BYTES:
             raise InvalidArgument(f"memory={config.memory}; a pass alone takes {WORKING_BYTES} to work with")
@@ -87,7 +88,9 @@ class StreamingCausalLM:
             raise InvalidArgument(
                 f"{home.name} has {len(arranged.layers)} layers, its configuration {len(layers)}"
             )
-        made = functools.partial(plan, config, sizes, outside + working, frame.sizes(tables), held)
+        shape = Shape.of(model, True, group is not None, found)
+        rooms = asked.rooms(shape, config.room_tokens)
+        made = functools.partial(plan, config, sizes, outside + working, frame.sizes(tables), held, rooms)
         with promised(made) as chosen:
             streamed = {names[role] for role in chosen.vocabulary}
             stay = {name: source for name, source in others.items() if name not in streamed}
@@ -109,7 +112,10 @@ class StreamingCausalLM:
                     frame.pack(layer, parts, group, model.dtype)
                 frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
                 frame.keep_head_in_place(model)
-                _streams[model] = Streams(model, layers, arranged, tables, chosen, config, moved, came, trace)
+                streams = Streams(model, layers, arranged, tables, chosen, config, moved, came, trace)
+                belong(model, streams)
+                if config.memory is not None:
+                    asked.install(model, config.memory, config.auto_truncate)
                 return _with_generation(model.eval(), home)
 
 
@@ -119,16 +125,11 @@ def _with_generation(model: Any, home: Path) -> torch.nn.Module:
     return model
 
 
-def streams_of(model: torch.nn.Module) -> Streams | DeviceStreams | None:
-    """None: a model whose weights are all in memory for good."""
-    return _streams.get(model)
-
-
 def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
     """So far: bytes and loads, how often a layer was there already, per layer seconds waited for it and
     computed; the share of the time in which the link had something to do. Bytes a pass.
     """
-    streams = _streams[model]
+    streams = known(model)
     if isinstance(streams, DeviceStreams):
         return streams.stats()
     found = {"bytes_held": streams.plan.bytes, "bytes_per_pass": streams.plan.moved}
@@ -148,7 +149,7 @@ def expected_s(model: torch.nn.Module) -> float | None:
     """Seconds of a pass of one row, out of the rate of the reads so far and the products of one layer, both
     measured; None: nothing is streamed. Raises StreamingFailed.
     """
-    streams = _streams[model]
+    streams = known(model)
     if isinstance(streams, DeviceStreams):
         return streams.expected_s()
     if streams.scheduler is None or not (moved := streams.moved()):
@@ -159,7 +160,7 @@ def expected_s(model: torch.nn.Module) -> float | None:
 
 def write_trace(model: torch.nn.Module, path: str | Path) -> None:
     """What was read, waited for and computed, for Perfetto. Raises InvalidArgument without trace=True."""
-    if (trace := _streams[model].trace) is None:
+    if (trace := known(model).trace) is None:
         raise InvalidArgument("nothing was traced; StreamingConfig(trace=True) does")
     trace.write(path)
 

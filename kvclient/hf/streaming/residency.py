@@ -16,7 +16,8 @@ from typing import Protocol
 from kvclient.errors import InvalidArgument
 
 RESIDENCIES = ("auto", "full_resident", "partial_resident", "ffn_only_stream", "full_stream")
-WORKING_BYTES = 256 << 20  # of "auto": what a pass computes with besides weights, and its KV
+WORKING_BYTES = 256 << 20  # of "auto", at least: what a request computes with besides weights, and its KV
+ROOM_TOKENS = 384  # of the request that "auto" leaves room for: of a prompt and its answer
 DEVICES = ("cpu", "cuda")
 LEAST_SLOTS, MOST_SLOTS = 2, 64
 PARTS = ("attention", "ffn")  # of a layer, in the order in which they lie
@@ -24,8 +25,10 @@ PARTS = ("attention", "ffn")  # of a layer, in the order in which they lie
 
 @dataclass(frozen=True)
 class StreamingConfig:
-    """residency: "auto" keeps as many layers as `memory` holds. memory: bytes for weights, slots and the work
-    of a pass; None: what the cgroup or the host has free. keep_first_k, keep_last_k: of "partial_resident".
+    """residency: "auto" keeps as many layers as `memory` holds beside a request of room_tokens. memory: bytes
+    for weights, slots and requests; a call of generate() that would take more is refused, or with
+    auto_truncate loses the first of its tokens; None: what the cgroup or the host has free, and no call is
+    asked about. keep_first_k, keep_last_k: of "partial_resident".
     n_staging_slots: layers in memory at one time of those that are streamed. prefetch_layers_ahead: read
     before they are asked for, round the end; None: all slots but one. rearrange: the checkpoint is written
     once more, as it is read the fastest; else it is read where it lies. trace: write_trace() has what was
@@ -44,6 +47,8 @@ class StreamingConfig:
     trace: bool = False
     host_threads: int | None = None
     device: str = "cpu"
+    room_tokens: int = ROOM_TOKENS
+    auto_truncate: bool = False
 
     def __post_init__(self) -> None:
         if self.residency not in RESIDENCIES:
@@ -58,6 +63,8 @@ class StreamingConfig:
             raise InvalidArgument(f"device={self.device!r}; it must be one of {', '.join(DEVICES)}")
         if self.trace and self.device != "cpu":
             raise InvalidArgument("trace=True; what a GPU copies and computes is in streaming_stats() only")
+        if self.room_tokens < 1:
+            raise InvalidArgument(f"room_tokens={self.room_tokens}; at least 1")
         for name in ("keep_first_k", "keep_last_k", "memory", "prefetch_layers_ahead"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -113,10 +120,12 @@ class Plan:
 def plan(
     config: StreamingConfig, layers: Sequence[dict[str, int]], outside: int,
     vocabulary: Vocabulary = NO_VOCABULARY, held: Sequence[dict[str, int]] | None = None,
+    rooms: Sequence[int] = (WORKING_BYTES,),
 ) -> Plan:  # fmt: skip
     """layers: bytes of each part as it is read; held: as it stays in memory, if that is not the same;
-    outside: of what is in no layer and not the vocabulary's. Raises InvalidArgument, with the numbers, for a
-    memory that cannot hold what the residency wants.
+    outside: of what is in no layer and not the vocabulary's. rooms: bytes that "auto" leaves for requests:
+    the first of them that any plan leaves. Raises InvalidArgument, with the numbers, for a memory that cannot
+    hold what the residency wants.
     """
     count, memory, held = len(layers), config.memory, layers if held is None else held
     if config.residency == "auto":
@@ -127,14 +136,13 @@ def plan(
             for way in vocabulary.ways()
             for streamed in ([() if stays else PARTS for stays in spread(count, stay)] for stay in down)
         ]
-        fit = [plan for plan in found if plan.bytes + WORKING_BYTES <= memory]
-        if fit:
-            return min(fit, key=lambda plan: plan.moved)  # the first of equals: what is streamed the least
-        least = min(found, key=lambda plan: plan.bytes)
+        for room in rooms:
+            if fit := [plan for plan in found if plan.bytes + room <= memory]:
+                return min(fit, key=lambda plan: plan.moved)  # the first of equals: it streams the least
+        least, room = min(found, key=lambda plan: plan.bytes), min(rooms)
         raise InvalidArgument(
-            f"memory={memory}; with every layer streamed the model needs {least.bytes + WORKING_BYTES} "
-            f"bytes: {least.bytes} for what is held and {config.n_staging_slots} slots, {WORKING_BYTES} to "
-            "work with"
+            f"memory={memory}; with every layer streamed the model needs {least.bytes + room} bytes: "
+            f"{least.bytes} for what is held and {config.n_staging_slots} slots, {room} to work with"
         )
     ways = vocabulary.ways()[: 1 if config.residency == "full_resident" else None]
     streamed = parts_streamed(config, count)

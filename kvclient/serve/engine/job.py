@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvclient.errors import InvalidArgument
+from kvclient.hf.model.structure import Refused
+from kvclient.hf.streaming import RequestTooLarge
 from kvclient.serve.engine.drafting import Record
 from kvclient.serve.engine.sampling import Chosen, Sampler
 from kvclient.serve.engine.text import Text
@@ -50,6 +53,13 @@ class Done:
 class Failed:
     status: int
     message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """What a request hears of what its pass raised."""
+        asked = 400 if isinstance(error, Refused | InvalidArgument) else 500
+        status = 413 if isinstance(error, RequestTooLarge) else asked
+        return cls(status, f"{type(error).__name__}: {error}")
 
 
 Event = Token | Prompt | Done | Failed

@@ -24,10 +24,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvclient.errors import InvalidArgument
 from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.call import Report
-from kvclient.hf.model.structure import Refused
 from kvclient.hf.release import cache_of
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.speculation import NOTHING, Draft, keep
@@ -178,8 +176,7 @@ class Loop:
                     self._guarded([entry], functools.partial(self._decode, [entry]))
                 return
             self.counts["requests_failed_total"] += 1
-            status = 400 if isinstance(error, Refused | InvalidArgument) else 500
-            self._finish(entries[0].job, Failed(status, f"{type(error).__name__}: {error}"))
+            self._finish(entries[0].job, Failed.of(error))
 
     def _tell(self, job: Job, event: Event) -> None:
         if not job.cancelled:

@@ -30,7 +30,7 @@ from kvclient.hf.streaming import (
 )
 from kvclient.hf.streaming.device import Cuda, loading, placing
 from kvclient.hf.streaming.device.shares import MOST_ROWS, Shares
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.residency import WORKING_BYTES
 from kvclient.kernels import awq as kernels
 from kvclient.kernels import cuda

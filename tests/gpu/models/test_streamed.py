@@ -27,7 +27,7 @@ from kvclient.hf.streaming import (
 )
 from kvclient.hf.streaming.device import Cuda, DeviceMover, loading
 from kvclient.hf.streaming.device.plan import Outside, device_plan, spread
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.residency import WORKING_BYTES
 from kvclient.kernels import cuda
 from tests.hf.awq_checkpoint import write_checkpoint

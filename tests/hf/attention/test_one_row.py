@@ -18,7 +18,7 @@ import kvclient.hf
 from kvclient.hf import awq
 from kvclient.hf.attention import one_row
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.registry import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 from tests.hf.zoo import known, near, prompt
 

@@ -18,7 +18,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.speculation import NOTHING, Draft, DraftModel, PromptLookup, Speculation, match, reject
 from kvclient.hf.speculation.pace import CHECKED, REST, TRIAL, Pace
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.registry import streams_of
 from tests.hf.awq_checkpoint import write_checkpoint
 
 NEW = 24

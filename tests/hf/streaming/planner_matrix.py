@@ -26,8 +26,8 @@ import transformers
 import kvclient
 from kvclient.hf import attach
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
-from kvclient.hf.streaming.admission import Admission
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.planner.admission import Admission
+from kvclient.hf.streaming.registry import streams_of
 from tests.hf.awq_checkpoint import write_checkpoint
 
 SHAPE = {

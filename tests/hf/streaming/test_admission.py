@@ -16,15 +16,15 @@ import transformers
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats
-from kvclient.hf.streaming.admission import Admission, RequestTooLarge
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.planner.admission import Admission, RequestTooLarge
+from kvclient.hf.streaming.registry import streams_of
 
 MEASURE = """
 import ctypes, json, pathlib, sys, tempfile
 import torch, transformers
 from kvclient.hf import awq
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
-from kvclient.hf.streaming.admission import Admission
+from kvclient.hf.streaming.planner.admission import Admission
 from tests.hf.awq_checkpoint import write_checkpoint
 
 torch.set_num_threads(1)

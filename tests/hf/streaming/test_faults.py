@@ -20,8 +20,8 @@ import transformers
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig, StreamingFailed
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
-from kvclient.hf.streaming.model import streams_of
 from kvclient.hf.streaming.mover import Piece
+from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.weights.vocabulary import StreamedEmbedding
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 from tests.warm_python import ROOT, WarmPython

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, streaming_stats
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.registry import streams_of
 
 PROMPT = torch.arange(1, 25)[None]
 RESIDENCIES = ("full_resident", "partial_resident", "ffn_only_stream", "full_stream")

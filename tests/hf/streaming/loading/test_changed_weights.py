@@ -15,7 +15,7 @@ import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.registry import streams_of
 from tests.hf.zoo import prompt
 
 IDS = prompt(7) % 128

@@ -21,11 +21,10 @@ from kvclient.hf.streaming import (
     StreamingCausalLM,
     StreamingConfig,
     StreamingFailed,
-    admission,
     residency,
     streaming_stats,
 )
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, plan
 
 PROMPT = torch.arange(1, 25)[None]
@@ -145,7 +144,7 @@ def test_what_is_free_is_asked_when_what_stays_is_there(checkpoint, monkeypatch)
     def free():
         return 0 if any(tensor.is_meta for tensor in model.model.layers[STAYS].parameters()) else 1 << 30
 
-    monkeypatch.setattr(admission, "free_memory", free)
+    monkeypatch.setattr("kvclient.hf.streaming.planner.admission.free_memory", free)
     assert Admission(model).memory == (1 << 30) + streaming_stats(model)["bytes_held"]
     streams_of(model).close()
 

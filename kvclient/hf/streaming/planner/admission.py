@@ -12,23 +12,20 @@ are raised by that.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kvclient.checks import check_bounds
-from kvclient.errors import InvalidArgument, KVClientError
-from kvclient.hf.awq.linear import TILE_BYTES, AwqLinear
+from kvclient.errors import KVClientError
 from kvclient.hf.streaming.device import DeviceStreams
-from kvclient.hf.streaming.model import streams_of
+from kvclient.hf.streaming.planner.shape import Shape, is_packed
+from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.residency import free_memory
 
 CHUNK = 512  # tokens of a prompt at one time
-BASE_BYTES = 48 << 20  # of allocators and threads, whatever is asked
 MOST_TOKENS = 1 << 24
-KV_COPIES = 2  # a cache that grows by copying holds a layer's old and new; what was freed lies between
-HIDDEN_COPIES, FFN_COPIES, SCORE_COPIES = 10, 5, 3
 
 
 class RequestTooLarge(KVClientError):
@@ -74,9 +71,16 @@ class Admission:
     def __init__(self, model: torch.nn.Module, memory: int | None = None, chunk: int = CHUNK) -> None:
         check_bounds("chunk", chunk, 1, MOST_TOKENS)
         self.chunk, self._raised = chunk, 1.0
-        self._shape = _Shape.of(model)
+        self._shape = Shape.of(model, streams_of(model) is not None, is_packed(model))
         self._held = _held(model)
         self.memory = _free(model) + self._held if memory is None else memory
+
+    def of_pieces(self, chunk: int, memory: int) -> Admission:
+        """The same where so many tokens are computed at one time, in so much memory."""
+        check_bounds("chunk", chunk, 1, MOST_TOKENS)
+        made = copy.copy(self)
+        made.chunk, made.memory = chunk, memory
+        return made
 
     def estimate(self, prompt: int, new: int, rows: int = 1) -> Estimate:
         """Of `rows` prompts of so many tokens, and as many new ones for each."""
@@ -85,7 +89,7 @@ class Admission:
         check_bounds("new", new, 0, MOST_TOKENS)
         parts = self._shape.kv(prompt + new), self._shape.piece(min(self.chunk, prompt), prompt + new)
         kv, piece = (self._up(rows * part) for part in parts)
-        fixed = self._up(BASE_BYTES + self._shape.fixed)
+        fixed = self._up(self._shape.fixed)
         return Estimate(prompt, new, self._held, kv, piece + fixed, self._up(rows * self._shape.logits))
 
     def admit(self, ids: torch.Tensor, max_new_tokens: int, auto_truncate: bool = False) -> torch.Tensor:
@@ -101,12 +105,16 @@ class Admission:
             raise RequestTooLarge(estimate, self.memory, longest)
         return ids[:, -longest:]
 
+    def fits(self, prompt: int, new: int, rows: int = 1) -> bool:
+        """Whether it may run."""
+        return self.estimate(prompt, new, rows).bytes <= self.memory
+
     def longest(self, max_new_tokens: int, rows: int = 1, most: int = MOST_TOKENS) -> int:
         """Tokens of the longest prompt that fits, at most `most`; 0: none does."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.estimate(middle, max_new_tokens, rows).bytes <= self.memory:
+            if self.fits(middle, max_new_tokens, rows):
                 low = middle
             else:
                 high = middle - 1
@@ -119,57 +127,6 @@ class Admission:
 
     def _up(self, count: int) -> int:
         return int(count * self._raised) + 1
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Bytes by what they grow with."""
-
-    kv_token: int  # keys and values of a token, all layers
-    hidden: int  # of a token in a piece of the prompt
-    scores: int  # of a pair of tokens: masks, and scores where they are computed
-    logits: int  # of a row
-    fixed: int  # of a call
-
-    @classmethod
-    def of(cls, model: Any) -> _Shape:
-        config = model.config.get_text_config(decoder=True)
-        try:
-            layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
-            head_dim = getattr(config, "head_dim", None) or width // heads
-            vocabulary = config.vocab_size
-        except AttributeError as error:
-            raise InvalidArgument(f"the configuration does not say its shape: {error}") from None
-        item = model.dtype.itemsize
-        # The widest that a feed-forward part makes of a token, experts included, and in fp32 where packed
-        # words are multiplied.
-        wide = [module.out_features for module in model.modules() if hasattr(module, "out_features")]
-        head = model.get_output_embeddings()
-        wide = max([out for out in wide if head is None or out != head.out_features], default=4 * width)
-        packed = [module for module in model.modules() if isinstance(module, AwqLinear)]
-        item_in_layer = max(item, 4) if packed else item
-        hidden = HIDDEN_COPIES * width * max(item, 4) + FFN_COPIES * wide * item_in_layer
-        hidden += 4 * (heads + 2 * kv_heads) * head_dim * max(item, 4)
-        eager = model.config._attn_implementation == "eager"
-        scores = 1 + 4 + (SCORE_COPIES * heads * max(item, 4) if eager else 0)
-        # A product may lay the matrix out anew: the largest there is, but not a streamed model's head.
-        held = head if streams_of(model) is not None else None
-        matrices = [_largest(module) for module in model.modules() if module is not held]
-        fixed = max(matrices, default=0) * item + (2 * TILE_BYTES if packed else 0)
-        kv = KV_COPIES * layers * 2 * kv_heads * head_dim * item
-        return cls(kv, hidden, scores, 8 * vocabulary * 4, fixed)
-
-    def kv(self, tokens: int) -> int:
-        return self.kv_token * tokens
-
-    def piece(self, chunk: int, tokens: int) -> int:
-        return chunk * self.hidden + chunk * tokens * self.scores
-
-
-def _largest(module: torch.nn.Module) -> int:
-    """Elements of a linear layer's matrix."""
-    return module.weight.numel() if isinstance(module, torch.nn.Linear) else 0
 
 
 def _free(model: torch.nn.Module) -> int:

@@ -1,0 +1,81 @@
+"""Proves that a server of a model whose layers are read from the disk answers as one whose model is in
+memory, and that a request for which its memory has no room is a 413 with the longest that fits, before it is
+computed.
+
+Method: real servers on the tiny model, its positions raised so that memory ends before they do; then the sum
+of what is planned, and what a job hears of a pass that was refused after all.
+"""
+
+import json
+import shutil
+
+import pytest
+
+import kvclient
+from kvclient.errors import InvalidArgument
+from kvclient.hf import Engine
+from kvclient.hf.streaming import Admission, RequestTooLarge, StreamingConfig
+from kvclient.hf.streaming.planner.asked import asked_of
+from kvclient.serve.engine.job import Failed
+from kvclient.serve.scheduler import Limits
+from kvclient.serve.streamed import limited, streamed
+from tests.serve.conftest import Server
+
+MEMORY = 300 << 20
+POSITIONS = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def long(home, tmp_path_factory):
+    place = tmp_path_factory.mktemp("long") / "model"
+    shutil.copytree(home, place)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
+    return place
+
+
+def test_it_says_what_one_in_memory_says_and_413_with_the_longest_that_fits(long):
+    flags = ["--store", "64MiB", "--memory-tokens", str(POSITIONS), "--dtype", "float32"]
+    plain, small = Server(long, *flags), Server(long, *flags, "--memory", "300MiB")
+    try:
+        for text in ("Rivers carry stones from the mountains", "to the sea"):
+            wanted = plain.chat(text)["choices"][0]["message"]
+            assert small.chat(text)["choices"][0]["message"] == wanted
+        status, _, said = small.post("/v1/completions", {"prompt": [5] * 200_000, "max_tokens": 10})
+        assert status == 413 and "the longest prompt that fits has" in said["error"]["message"]
+        assert said["error"]["code"] == "context_length_exceeded"
+    finally:
+        small.end()
+        plain.end()
+
+
+def test_requests_share_what_the_layers_leave(long):
+    options, client = {"block_tokens": 16, "self_test": False}, kvclient.InMemoryClient(16 << 20)
+    with streamed(str(long), client, "float32", "auto", MEMORY, options) as engine:
+        whole = Limits(memory_tokens=POSITIONS)
+        limits = limited(engine, whole)
+        tokens = limits.memory_tokens
+        assert 1000 < tokens < POSITIONS and limited(engine, Limits(memory_tokens=64)).memory_tokens == 64
+        rows, piece = limits.max_batch, limits.piece_tokens * 9 // 8
+        pass_of = Admission(engine.model, MEMORY, piece + rows)
+        beside = (rows - 1) * pass_of.estimate(1, 0).logits
+        assert pass_of.estimate(tokens, 0).bytes + beside <= MEMORY
+        assert pass_of.estimate(tokens + 1, 0).bytes + beside > MEMORY
+        assert asked_of(engine.model).pieces == piece
+        with pytest.raises(RequestTooLarge) as told:
+            engine.generate([5] * POSITIONS, 1)
+        assert Failed.of(told.value).status == 413 and "fits has" in Failed.of(told.value).message
+        with pytest.raises(InvalidArgument, match="leaves no room for a request of 65536 rows"):
+            limited(engine, Limits(max_batch=1024, step_tokens=64, memory_tokens=POSITIONS))
+    with pytest.raises(InvalidArgument, match="--memory with --device cuda"):
+        streamed(str(long), client, "float32", "cuda", MEMORY, options)
+    with Engine.from_pretrained(long, client, **options) as engine:
+        assert limited(engine, whole) is whole
+
+
+def test_what_raises_for_its_size_is_no_fault_of_the_server():
+    assert Failed.of(InvalidArgument("x")).status == 400
+    assert Failed.of(ValueError("x")).status == 500
+    assert StreamingConfig(room_tokens=1).room_tokens == 1
+    with pytest.raises(InvalidArgument, match="room_tokens=0"):
+        StreamingConfig(room_tokens=0)
