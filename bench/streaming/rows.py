@@ -142,12 +142,16 @@ def first(on: Measured, gib: float) -> dict:
     for tokens in FIRST_PROMPTS:
         progress(f"{gib:g} GiB: first token of {tokens}")
         found[tokens] = on.ours(gib, "--prompt-tokens", str(tokens))
+        asked = ["bare", str(on.home), "--stay", str(found[tokens].get("stay", 0))]
+        found[tokens]["bare"] = on.run(sys.executable, asked, int(gib * (1 << 30)))
     return {"first": found, "weights": on.weights()}
 
 
 def first_table(rows: list[dict]) -> list[str]:
-    """A pass over the weights: all of them, at the rate at which that run's later tokens read theirs."""
-    lines = ["| limit, prompt | loaded + first token | processor | a pass over all weights | times |"]
+    """A pass over the weights: all of them, at the rate at which that run's later tokens read theirs; beside
+    it a bare one into memory that nobody has touched before.
+    """
+    lines = ["| limit, prompt | loaded + first token | processor | a pass; a bare one | times |"]
     lines.append("|---|---|---|---|---|")
     for row in rows:
         for tokens, found in row["first"].items():
@@ -164,7 +168,9 @@ def first_table(rows: list[dict]) -> list[str]:
                 f"{found['loaded_s']:.2f} + {found['first_s']:.2f} s",
                 f"{found['first_cpu_s']:.2f} s",
             ]
-            cells += [f"{whole_s:.2f} s", f"{began / whole_s:.2f}"]
+            bare = found["bare"].get("first_s")
+            cells += [f"{whole_s:.2f} s; {f'{bare:.2f} s' if bare else found['bare'].get('absent', '-')}"]
+            cells += [f"{began / whole_s:.2f}" + (f"; {began / bare:.2f}" if bare else "")]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 

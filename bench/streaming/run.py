@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench.streaming.bare import bare
 from bench.streaming.products import bandwidth, prefill
 
 PROMPT_TOKENS = 35  # a round of the made model's text, and the beginning of the next
@@ -30,6 +31,7 @@ def ours(args: argparse.Namespace) -> dict:
     from bench.streaming.draft import draft_model, size
     from kvclient.hf.speculation import Speculation
     from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, streaming_stats
+    from kvclient.hf.streaming.registry import streams_of
 
     torch.set_num_threads(args.threads)
     small = draft_model() if args.draft == "model" else None
@@ -65,6 +67,7 @@ def ours(args: argparse.Namespace) -> dict:
         "tokens_per_s": args.tokens / took, "draft_bytes": drafts,
         "cpu_s_per_token": (last_cpu - first_cpu) / args.tokens, "bytes_held": after["bytes_held"],
         "bytes_per_pass": after["bytes_per_pass"],
+        "stay": sum(not parts for parts in streams_of(model).plan.streamed),
         "right": said == [(args.prompt_tokens + i) % 32 for i in range(len(said))],
     }  # fmt: skip
     if after.get("bytes"):
@@ -206,7 +209,7 @@ def reads(args: argparse.Namespace) -> dict:
 
 
 RUNS = {
-    "ours": ours, "llama": llama, "accelerate": accelerate, "airllm": airllm, "reads": reads,
+    "ours": ours, "llama": llama, "accelerate": accelerate, "airllm": airllm, "reads": reads, "bare": bare,
     "prefill": lambda args: prefill(args.prompt_tokens, args.threads),
     "bandwidth": lambda args: {"bytes_per_s": bandwidth(args.threads)},
 }  # fmt: skip
@@ -220,6 +223,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, help="bytes, where that is less")
     parser.add_argument("--residency", default="auto")
     parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--stay", type=int, default=0, help="of bare: layers in their own memory")
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--threads", type=int, default=2)
