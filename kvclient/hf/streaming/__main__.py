@@ -91,11 +91,17 @@ def prompt_of(asked: argparse.Namespace) -> tuple[Any, Any]:
     return tokenizer, inputs
 
 
-def drafts(named: str | None) -> Speculation | None:
-    """What --draft names: None, the prompt's own text, or a model."""
+def drafts(named: str | None, memory: int | None) -> tuple[Speculation | None, int | None]:
+    """What --draft names: None, the prompt's own text, or a model; and the memory that it leaves, of `memory`
+    bytes. Raises InvalidArgument for a model that takes all of it.
+    """
     if named is None or named == "lookup":
-        return None if named is None else Speculation()
-    return Speculation(transformers.AutoModelForCausalLM.from_pretrained(named, local_files_only=True).eval())
+        return (None if named is None else Speculation()), memory
+    model = transformers.AutoModelForCausalLM.from_pretrained(named, local_files_only=True).eval()
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    if memory is not None and held >= memory:
+        raise InvalidArgument(f"--draft {named} holds {held} bytes, --memory is {memory}")
+    return Speculation(model), None if memory is None else memory - held
 
 
 def admitted(model: torch.nn.Module, ids: torch.Tensor, asked: argparse.Namespace) -> int | None:
@@ -157,8 +163,9 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     began = time.perf_counter()
     tokenizer, inputs = prompt_of(asked)
     room = inputs["input_ids"].shape[1] + asked.max_new_tokens
+    speculation, memory = drafts(asked.draft, asked.memory)
     config = StreamingConfig(
-        residency=asked.residency, memory=asked.memory, n_staging_slots=asked.slots,
+        residency=asked.residency, memory=memory, n_staging_slots=asked.slots,
         rearrange=not asked.no_rearrange, trace=asked.trace is not None, device=asked.device,
         host_threads=asked.host_threads, room_tokens=room, auto_truncate=asked.auto_truncate,
     )  # fmt: skip
@@ -168,7 +175,6 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     moved, pass_s = stats["bytes_per_pass"], expected_s(model)
     print(expected(stats, pass_s), file=sys.stderr)
     inputs = inputs.to(asked.device)
-    speculation = drafts(asked.draft)
     options: dict[str, Any] = {"custom_generate": speculation} if speculation is not None else {}
     if piece := admitted(model, inputs["input_ids"], asked):
         options["prefill_chunk_size"] = piece

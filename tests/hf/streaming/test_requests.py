@@ -22,6 +22,11 @@ from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
+def letters(text, **_):
+    """A token each."""
+    return transformers.BatchEncoding({"input_ids": torch.ones(1, len(text), dtype=torch.int64)})
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     home = tmp_path_factory.mktemp("awq")
@@ -149,10 +154,6 @@ def test_what_the_command_is_told_wrongly_is_said_before_it_loads(
 ):
     """An infinite memory, no tokens and a trace nowhere ended in tracebacks, or after everything else."""
     home = write_checkpoint(tmp_path, tiny_llama(1), 32)
-
-    def letters(text, **_):
-        return {"input_ids": torch.ones(1, len(text))}
-
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: letters)
     before = sorted(path.name for path in home.iterdir())
     monkeypatch.setattr("sys.argv", ["it", str(home), *told])
@@ -166,9 +167,6 @@ def test_what_the_command_is_told_wrongly_is_said_before_it_loads(
 
 def test_a_prompt_beyond_the_commands_memory_is_said_before_it_is_computed(tmp_path, monkeypatch, capsys):
     home, ran = write_checkpoint(tmp_path, tiny_llama(1), 32), []
-
-    def letters(text, **_):
-        return transformers.BatchEncoding({"input_ids": torch.ones(1, len(text), dtype=torch.int64)})
 
     def generate(_model, input_ids=None, max_new_tokens=None, **options):
         ran.append(options.get("prefill_chunk_size"))
@@ -186,6 +184,26 @@ def test_a_prompt_beyond_the_commands_memory_is_said_before_it_is_computed(tmp_p
     monkeypatch.setattr(__main__.Admission, "longest", lambda *_, **__: 0)  # what was free is not any more
     assert __main__.main() == 1
     assert "note: one token may take" in capsys.readouterr().err and ran[3:] == [None]
+
+
+def test_a_draft_models_weights_are_part_of_the_commands_memory(tmp_path, monkeypatch, capsys):
+    """They came on top of it."""
+    home, draft = write_checkpoint(tmp_path, tiny_llama(1), 32), tmp_path / "draft"
+    small = tiny_llama(1)
+    small.save_pretrained(draft)
+    held, seen = sum(tensor.nbytes for tensor in [*small.parameters(), *small.buffers()]), []
+
+    def loaded(_home, config, **_):
+        seen.append(config.memory)
+        raise InvalidArgument("as far as this test goes")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: letters)
+    monkeypatch.setattr(StreamingCausalLM, "from_pretrained", loaded)
+    for more, memory in (([], 300 << 20), (["--draft", str(draft)], 300 << 20), (["--draft", str(draft)], 9)):
+        monkeypatch.setattr("sys.argv", ["it", str(home), "--memory", str(memory), *more])
+        assert __main__.main() == 1
+    assert seen == [300 << 20, (300 << 20) - held]
+    assert f"holds {held} bytes, --memory is 9" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_command_without_a_traceback(monkeypatch, capsys):
