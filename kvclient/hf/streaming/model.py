@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,22 @@ from kvclient.hf.streaming.device import DeviceStreams
 from kvclient.hf.streaming.files.checkpoint import directory_of
 from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
-from kvclient.hf.streaming.files.index import Arrangement, Part, sources, split
+from kvclient.hf.streaming.files.index import Arrangement, Part, Table, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import DiskMover
 from kvclient.hf.streaming.planner import asked
 from kvclient.hf.streaming.planner.shape import Shape
 from kvclient.hf.streaming.registry import belong, known
-from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, Plan, StreamingConfig, plan, promised
+from kvclient.hf.streaming.residency import (
+    PARTS,
+    WORKING_BYTES,
+    Plan,
+    Promise,
+    StreamingConfig,
+    plan,
+    promised,
+)
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.streams import Streams, pieces_of
 from kvclient.hf.streaming.trace import Trace
@@ -70,7 +78,6 @@ class StreamingCausalLM:
             arranged = arrangement(home, tuple(dict.fromkeys(names.values())), progress)
         else:
             arranged = in_place(home)
-        sizes = [{name: part.length for name, part in layer.items()} for layer in arranged.layers]
         tables = {role: arranged.tables[name] for role, name in names.items()}
         others = {name: source for name, source in found.items() if split(name) is None}
         outside = sum(
@@ -78,20 +85,13 @@ class StreamingCausalLM:
             for name, tensor in others.items()
             if name not in names.values()
         )
-        held = [
-            {name: kept(part, model.dtype, arranged.in_place) for name, part in layer.items()}
-            for layer in arranged.layers
-        ]
-        working = max((_copied(layer, model.dtype) for layer in arranged.layers), default=0)
         layers = model.get_submodule(arranged.prefix)
         if len(layers) != len(arranged.layers):
             raise InvalidArgument(
                 f"{home.name} has {len(arranged.layers)} layers, its configuration {len(layers)}"
             )
-        shape = Shape.of(model, True, group is not None, found)
-        rooms = asked.rooms(shape, config.room_tokens)
-        made = functools.partial(plan, config, sizes, outside + working, frame.sizes(tables), held, rooms)
-        with promised(made) as chosen:
+        rooms = asked.rooms(Shape.of(model, True, group is not None, found), config.room_tokens)
+        with _promised(config, arranged, model.dtype, outside, tables, rooms) as chosen:
             streamed = {names[role] for role in chosen.vocabulary}
             stay = {name: source for name, source in others.items() if name not in streamed}
             tables = {role: tables[role] for role in chosen.vocabulary}
@@ -163,6 +163,23 @@ def write_trace(model: torch.nn.Module, path: str | Path) -> None:
     if (trace := known(model).trace) is None:
         raise InvalidArgument("nothing was traced; StreamingConfig(trace=True) does")
     trace.write(path)
+
+
+def _promised(
+    config: StreamingConfig, arranged: Arrangement, dtype: torch.dtype, outside: int,
+    tables: dict[str, Table], rooms: Sequence[int],
+) -> Promise:  # fmt: skip
+    """The plan. outside: bytes in no layer and no table; rooms: that are left for requests. Raises
+    InvalidArgument.
+    """
+    sizes = [{name: part.length for name, part in layer.items()} for layer in arranged.layers]
+    held = [
+        {name: kept(part, dtype, arranged.in_place) for name, part in layer.items()}
+        for layer in arranged.layers
+    ]
+    working = max((_copied(layer, dtype) for layer in arranged.layers), default=0)
+    made = functools.partial(plan, config, sizes, outside + working, frame.sizes(tables), held, rooms)
+    return promised(made)
 
 
 def _staying(

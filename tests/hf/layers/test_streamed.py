@@ -17,8 +17,8 @@ import kvclient.hf
 from kvclient.errors import InvalidArgument
 from kvclient.hf import awq, layers
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, expected_s
-from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.mover import DiskMover
+from kvclient.hf.streaming.registry import streams_of
 from tests.hf.awq_checkpoint import write_checkpoint
 from tests.hf.layers.test_decoder import EARLY
 from tests.hf.zoo import prompt
