@@ -70,7 +70,7 @@ OWNER_METRICS: dict[tuple[str, str], About] = {
     ("pinned_", "_bytes"): About(
         "kvstored_pins_held_bytes",
         "gauge",
-        "Their memory; one held twice counts twice.",
+        "Their memory; one that two clients hold counts twice.",
     ),
 }
 # The disk tier's counters come with those of its namespace: a row here, and one in docs/operations.md.

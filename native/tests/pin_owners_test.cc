@@ -4,7 +4,8 @@
 //
 // Rules proven by removal (each in its turn, failed checks of one run): hold() without check_held(): 5; get() without
 // let_go_of_asked(): 4; reap_sessions() without process_lives(): 5; adoption without the page's `device`: 3; look() without
-// `too_much`: 4; begin_read() without may_take(): 3. tick() that looks after terms only where nothing else waits: 6.
+// `too_much`: 4; begin_read() without may_take(): 3, without is_held_for(): 1. tick() that looks after terms only where nothing
+// else waits: 6.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -219,6 +220,27 @@ TEST(other_hosts_hold_a_quarter_of_the_memory_at_most) {
   CHECK(peers.count == 4 && peers.bytes == 4 * kMiB);
   rig.store->end_read(reads.back());
   CHECK(rig.store->begin_read(key(9)).has_value());
+}
+
+// Fails if a block that goes out by halves, or to two hosts, counts as often as it is read: its memory is held once.
+TEST(a_block_counts_once_however_many_read_it) {
+  Rig rig(16 * kMiB, 64);
+  for (uint64_t i = 0; i < 3; ++i) CHECK(rig.put(i, (i ? 1 : 3) * kMiB / kPageBytes) == Grant::Granted);
+  const auto held = [&] { return rig.store->stats().held[static_cast<size_t>(PinOwner::Peer)]; };
+  const auto first = rig.store->begin_read(key(0)), second = rig.store->begin_read(key(0));
+  CHECK(first && second);
+  if (!first || !second) return;
+  CHECK(held().count == 2 && held().bytes == 3 * kMiB);
+  const auto beside = rig.store->begin_read(key(1));
+  CHECK(beside && !rig.store->begin_read(key(2)));
+  CHECK(rig.store->read(key(0), 0, 1).has_value());  // a client's own is no other host's
+  rig.store->end_read(first->handle);
+  CHECK(held().count == 2 && held().bytes == 4 * kMiB);
+  CHECK(StoreTest::is_read(*rig.store, second->handle.record));
+  rig.store->end_read(second->handle);
+  CHECK(held().count == 1 && held().bytes == kMiB);
+  CHECK(!StoreTest::is_read(*rig.store, second->handle.record));
+  CHECK(rig.store->begin_read(key(2)).has_value());
 }
 
 // One that is larger than the owner's part goes alone, or it would never go.

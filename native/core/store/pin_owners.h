@@ -5,8 +5,8 @@
 // BlockLost from then on, the client lets go of the rest, and the block waits for its pins as any other does. How old a pin is
 // nobody writes down: the daemon counts rounds in the session's page, and whoever pins remembers the round.
 //
-// Invariants: a round that was asked back stays so; the daemon's own reads of an owner are within its bytes together, or there is
-// only one.
+// Invariants: a round that was asked back stays so; the blocks that the daemon itself reads for an owner are within its bytes
+// together, each counted once however many read it, or there is only one.
 #pragma once
 
 #include <algorithm>
@@ -53,7 +53,7 @@ class OwnPins {
  public:
   struct Held {
     uint64_t generation = 0;
-    uint32_t count = 0;
+    std::array<uint32_t, kPinOwners> by{};  // reads, by owner
   };
   // What an owner may hold of so much memory. Clients' reads by message are as many as there are calls.
   static constexpr uint64_t most_bytes(PinOwner owner, uint64_t capacity) {
@@ -63,19 +63,25 @@ class OwnPins {
     const PinsHeld& now = held(owner);
     return now.count == 0 || now.bytes + bytes <= most_bytes(owner, capacity);
   }
+  bool is_held_for(PinOwner owner, uint32_t record) const {
+    const auto pin = pins_.find(record);
+    return pin != pins_.end() && pin->second.by[static_cast<size_t>(owner)] > 0;
+  }
   void take(PinOwner owner, const Handle& block, uint64_t bytes) {
     Held& pin = pins_[block.record];
-    pin.generation = block.generation, pin.count += 1;
+    pin.generation = block.generation;
     PinsHeld& all = held_[static_cast<size_t>(owner)];
-    all.count += 1, all.bytes += bytes;
+    all.count += 1, all.bytes += pin.by[static_cast<size_t>(owner)]++ ? 0 : bytes;
   }
   void drop(PinOwner owner, const Handle& block, uint64_t bytes) {
     const auto pin = pins_.find(block.record);
     KV_INVARIANT(pin != pins_.end() && pin->second.generation == block.generation);
-    if (--pin->second.count == 0) pins_.erase(pin);
+    Held& of = pin->second;
+    uint32_t& reads = of.by[static_cast<size_t>(owner)];
     PinsHeld& all = held_[static_cast<size_t>(owner)];
-    KV_INVARIANT(all.count > 0 && all.bytes >= bytes);
-    all.count -= 1, all.bytes -= bytes;
+    KV_INVARIANT(reads > 0 && all.count > 0 && all.bytes >= bytes);
+    all.count -= 1, all.bytes -= --reads ? 0 : bytes;
+    if (std::ranges::all_of(of.by, [](uint32_t left) { return left == 0; })) pins_.erase(pin);
   }
   bool contains(uint32_t record) const { return pins_.contains(record); }
   const PinsHeld& held(PinOwner owner) const { return held_[static_cast<size_t>(owner)]; }

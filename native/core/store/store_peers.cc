@@ -58,7 +58,8 @@ std::optional<ReadJob> Store::begin_read(const Key& key, bool* crowded) {
   if (index_.find(key, found) != Find::Hit || expired(found.expiry_s)) return std::nullopt;
   const Control now = found.control;
   if (now.state() != State::Sealed && now.state() != State::Created) return std::nullopt;
-  if (!own_pins_.may_take(PinOwner::Peer, found.extent.length, options_.capacity_bytes)) {
+  const bool counted = own_pins_.is_held_for(PinOwner::Peer, found.record);  // the other half goes out, or to another host
+  if (!counted && !own_pins_.may_take(PinOwner::Peer, found.extent.length, options_.capacity_bytes)) {
     if (crowded) *crowded = true;
     return std::nullopt;
   }
