@@ -30,6 +30,7 @@ from kvstored.cluster.mooncake import Mooncake, Unusable, die_with_parent, start
 from kvstored.cluster.pool import Pool
 from kvstored.cluster.putting import Putter
 from kvstored.cluster.sidecar import STATUS
+from kvstored.cluster.transport import RDMA, TCP, choose
 from kvstored.errors import StartupError
 from kvstored.process.runtime_dir import write_whole
 
@@ -59,6 +60,7 @@ class Fabric:
         self._runs: set[str] = set()  # of the fabrics that may have started that master
         self._master_process: Any = None
         self.pool: Pool | None = None
+        self._transport = "none"
         if not said["memory"]:
             return
         self.pool = self._join()
@@ -82,9 +84,13 @@ class Fabric:
             raise Unusable(f"etcd: {error}") from None
         if self._master == master:
             self._master_process = start_master(self._said["address"], self._said["master_port"], sys.stderr)
-        mooncake = Mooncake(self._said["address"], self._master, self._said["memory"])
+        wanted = choose(self._transports().values())
+        mooncake = Mooncake(self._said["address"], self._master, self._said["memory"], wanted)
+        self._transport = mooncake.transport
+        log.info("fabric_transport", transport=mooncake.transport, why=wanted.why or ",".join(wanted.devices))
+        told = {"endpoint": mooncake.endpoint, "transport": mooncake.transport}
         try:
-            self.members.tell(segment=mooncake.segment, endpoint=mooncake.endpoint)
+            self.members.tell(segment=mooncake.segment, **told)
         except Away:
             pass  # with the next look
 
@@ -140,6 +146,21 @@ class Fabric:
         if master and master != self._master:
             raise Unusable(f"the master was at {self._master} and is at {master}")
         self._same_master()
+        self._same_transport()
+
+    def _transports(self) -> dict[str, str]:
+        """What the cluster's other hosts that have a part of the pool use. One that says nothing is of a
+        version that knew only TCP."""
+        others = {node: about for node, about in self.members.members.items() if node != self._said["node"]}
+        return {
+            node: str(about.get("transport", TCP)) for node, about in others.items() if "segment" in about
+        }
+
+    def _same_transport(self) -> None:
+        """Raises Unusable where a host without RDMA has joined a pool that goes over it."""
+        for node, other in self._transports().items():
+            if self._transport == RDMA != other:
+                raise Unusable(f"{node} uses {other}, and this host {RDMA}: the pool goes over {TCP} anew")
 
     def _runs_now(self) -> set[str]:
         told = self.members.members.values()
@@ -180,7 +201,7 @@ class Fabric:
         counts = {} if self.pool is None else self._counts(self.pool)
         said = {
             "master": self._master, "members": sorted(self.members.members), "etcd_away": self.members.away,
-            "transport": "tcp" if self.pool else "none", "counters": counts,
+            "transport": self._transport, "counters": counts,
         }  # fmt: skip
         try:
             write_whole(os.path.join(self._said["dir"], STATUS), json.dumps(said).encode())

@@ -4,6 +4,7 @@ Owns this host's segment, the engine and the memory that reads land in. Never wa
 as long as Mooncake takes, and a caller that gave up leaves it to its thread. Invariants: memory that a read
 lands in belongs to that read until Mooncake has returned from it; an extent of the daemon's pool is mapped
 for one transfer, and none is registered, for whoever reaches Mooncake's port may write what is registered.
+RDMA reads into registered memory alone: there what is read is copied before anybody verifies it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from bisect import insort
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from kvstored import log
+from kvstored.cluster.transport import RDMA, TCP, Transport, in_use, tell
 
 START_S = 20.0
 PROGRESS_S = 3  # without a byte, until a transfer is given up; Mooncake's own is 30
@@ -146,7 +150,7 @@ class Mapped:
 
 
 class Mooncake:
-    def __init__(self, address: str, master: str, segment_bytes: int) -> None:
+    def __init__(self, address: str, master: str, segment_bytes: int, wanted: Transport) -> None:
         """Raises Unusable."""
         try:
             from mooncake.engine import TransferEngine
@@ -155,19 +159,34 @@ class Mooncake:
             raise Unusable(f"mooncake cannot be loaded: {error}; pip install 'kvstored[cluster]'") from None
         self._config = ReplicateConfig
         os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(PROGRESS_S))
-        self._engine = TransferEngine()
-        if code := self._engine.initialize(address, "P2PHANDSHAKE", "tcp", ""):
-            raise Unusable(f"Mooncake's engine does not start on {address}: {code}")
+        self._landing, self._mapped = Landing(LANDING_BYTES), Mapped()
+        if not self._start(TransferEngine, address, wanted):
+            log.warning("fabric_without_rdma", devices=",".join(wanted.devices))
+            wanted = Transport(TCP)
+            self._start(TransferEngine, address, wanted)
         self._store = MooncakeDistributedStore()
         end = time.monotonic() + START_S
-        words = (address, "P2PHANDSHAKE", segment_bytes, 64 << 20, "tcp", "", master)
+        of = (wanted.name, ",".join(wanted.devices))
+        words = (address, "P2PHANDSHAKE", segment_bytes, 64 << 20, *of, master)
         while code := self._store.setup(*words, self._engine.get_engine()):
             if time.monotonic() > end:
                 raise Unusable(f"the pool's master at {master} is not to be had: setup answered {code}")
             time.sleep(0.2)
+        self.transport = in_use()
         self.segment: str = self._store.get_hostname()
         self.endpoint = f"{address}:{self._engine.get_rpc_port()}"
-        self._landing, self._mapped = Landing(LANDING_BYTES), Mapped()
+
+    def _start(self, engine: Callable[[], Any], address: str, wanted: Transport) -> bool:
+        """False: not over RDMA. Raises Unusable."""
+        tell(wanted)
+        self._engine = engine()
+        code = self._engine.initialize(address, "P2PHANDSHAKE", wanted.name, ",".join(wanted.devices))
+        if not code and wanted.name == RDMA:
+            code = self._engine.register_memory(self._landing.start, LANDING_BYTES)
+        self._copies = wanted.name == RDMA
+        if code and not self._copies:
+            raise Unusable(f"Mooncake's engine does not start on {address}: {code}")
+        return not code
 
     def put(self, name: str, data: bytes, segment: str) -> bool:
         """Whether it lies, once, in that host's segment, or in another's if that one is full."""
@@ -193,23 +212,34 @@ class Mooncake:
 
     def read(self, place: Place, length: int) -> bytes | None:
         """The first so many bytes of what lies there. None: its host does not give them. Raises NoRoom."""
+        return self._landed(place, 0, length, lambda at: self._landing.memory[at : at + length])
+
+    def _landed(self, place: Place, at: int, length: int, use: Callable[[int], Any]) -> Any:
+        """What is made of the bytes that lie there from `at` on, at an offset in the memory that reads land
+        in. None: its host does not give them. Raises NoRoom."""
         offset = self._landing.take(length)
         if offset is None:
             raise NoRoom(f"{length} bytes")
         try:
-            at = self._landing.start + offset
-            if self._engine.transfer_sync_read(place.endpoint, at, place.address, length):
+            to = self._landing.start + offset
+            if self._engine.transfer_sync_read(place.endpoint, to, place.address + at, length):
                 return None
-            return self._landing.memory[offset : offset + length]
-        finally:  # Mooncake has returned: it writes there no more
+            return use(offset)
+        finally:  # Mooncake has returned: it writes there no more, or what it writes late is verified
             self._landing.give_back(offset, length)
 
     def read_into(self, place: Place, at: int, extent: Extent) -> bool:
         """Fills the extent with what lies there from `at` on. False: its host does not give it. When this
-        returns the extent is mapped no more, and nothing of this process can write there."""
+        returns the extent is mapped no more, and nothing of this process can write there. Raises NoRoom."""
 
         def transfer(to: int) -> bool:
             code = self._engine.transfer_sync_read(place.endpoint, to, place.address + at, extent.length)
             return bool(code == 0)
 
+        def copy(offset: int) -> bool:
+            landed = self._landing.start + offset
+            return self._mapped.fill(extent, lambda to: bool(ctypes.memmove(to, landed, extent.length)))
+
+        if self._copies:
+            return bool(self._landed(place, at, extent.length, copy))
         return self._mapped.fill(extent, transfer)

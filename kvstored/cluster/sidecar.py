@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from kvstored import log
+from kvstored.cluster.transport import RDMA
 from kvstored.config.config import Config
 from kvstored.errors import StartupError, StoreError
 from kvstored.tiers.peers import Peers, address_towards
@@ -123,6 +124,7 @@ class Sidecar:
         return {
             **told.get("counters", {}), "up": int(up), "etcd_up": int(up and not told["etcd_away"]),
             "members": len(told.get("members", ())), "restarts": self.restarts, "lent": lent,
+            "rdma": int(up and told["transport"] == RDMA),
         }  # fmt: skip
 
     def _watch(self) -> None:

@@ -185,6 +185,9 @@ PEER_METRICS: dict[str, About] = {
     "halved": About(
         "kvstored_peer_halved_total", "counter", "Blocks that two connections brought, half each."
     ),
+    "taken_over": About(
+        "kvstored_peer_taken_over_total", "counter", "Second halves that were too slow, and asked for again."
+    ),
     "cancelled": About(
         "kvstored_peer_cancelled_total", "counter", "Fetches given up: nobody waited any more."
     ),
@@ -210,6 +213,7 @@ POOL_METRICS: dict[str, About] = {
     "up": About("kvstored_cluster_up", "gauge", "1 while this host's fabric tells of the pool."),
     "etcd_up": About("kvstored_cluster_etcd_up", "gauge", "1 while etcd answers it."),
     "members": About("kvstored_cluster_members", "gauge", "Hosts in the last view of the cluster."),
+    "rdma": About("kvstored_cluster_rdma", "gauge", "1 while the pool's bytes go over RDMA, 0 over TCP."),
     "restarts": About("kvstored_cluster_restarts_total", "counter", "Fabrics that ended and were replaced."),
     "lent": About("kvstored_cluster_loans", "gauge", "Extents of this host that a fabric may write to."),
     "puts": About("kvstored_cluster_puts_total", "counter", "Blocks put into the pool."),

@@ -1,6 +1,6 @@
 // Goal: the second half of a block is asked for where the first comes from, and not of whom the peer's name has moved to
-// meanwhile. Method: two hosts that the test plays, at the old address and the new; who fetches is held where it waits for the
-// store's lock.
+// meanwhile; one that stands still is counted. Method: two hosts that the test plays, at the old address and the new; who fetches
+// is held where it waits for the store's lock.
 #include <arpa/inet.h>
 #include <sys/socket.h>
 
@@ -155,6 +155,48 @@ TEST(a_half_that_was_offered_before_its_peer_moved_is_not_asked_for_at_the_new_a
   CHECK(eventually([&] { return here.store->promote({&wanted, 1}, kDefaultPriority)[0] == Presence::Resident; }));
   CHECK_EQ(moved.seconds, 0u);
   CHECK(here.content() == there.content());
+  tier.stop();
+  here.store->check_integrity();
+}
+
+// Fails if nobody is told that a second half did not come, because the block did all the same.
+TEST(a_second_half_that_stands_still_is_counted) {
+  AnswerHost here, there;
+  there.fill(kSix);
+  Played* host = nullptr;
+  Played still([&](Played::Visit& visit, const Frame& head, const Key& key) {
+    if (head.item == 1 && head.layer) return;  // nothing comes of the second half
+    if (head.item == 0) {
+      peer::Admission admission;
+      peer::BlockSender sender(*there.store, there.window, admission, visit.channel, "b");
+      return void(sender.answer(head.request, {&key, 1}, head.layer));
+    }
+    const uint32_t seconds = host->seconds;
+    std::vector<Piece> before, layers;
+    for (Piece piece : pieces_of(record(there))) {
+      const auto kind = static_cast<Kind>(piece.head.kind);
+      if (kind == Kind::Layer && piece.head.layer >= kMiddle) continue;
+      if (kind == Kind::Head) piece.head.layer = kMiddle;
+      if (kind == Kind::Whole) piece.head.kind = static_cast<uint16_t>(Kind::Half);
+      piece.head.request = head.request;
+      (kind == Kind::Layer || kind == Kind::Whole ? layers : before).push_back(piece);
+    }
+    say(visit.channel, joined(before));
+    CHECK(eventually([&] { return host->seconds > seconds || visit.channel.hung_up(); }));
+    if (!visit.channel.hung_up()) say(visit.channel, joined(layers));
+  });
+  host = &still;
+  const Key wanted = key(kNumber);
+  peer::Tier tier(*here.store, "b", kSalt, {{.node = "a", .host = "127.0.0.1", .port = still.port, .tells = false}});
+  tier.start();
+  CHECK(eventually([&] { return still.heard > 0; }));
+  CHECK(eventually([&] {
+    here.store->remove(wanted);
+    here.store->settle();
+    CHECK(eventually([&] { return here.store->promote({&wanted, 1}, kDefaultPriority)[0] == Presence::Resident; }));
+    CHECK(here.content() == there.content());
+    return tier.stats()[0].taken_over > 0;
+  }));
   tier.stop();
   here.store->check_integrity();
 }

@@ -100,7 +100,7 @@ bool BlockReceiver::gather(std::vector<Item>& landings, const std::function<bool
   const uint64_t now_ns = monotonic_ns();
   SecondPace pace(received_.bytes, now_ns - asked_ns_, half->bytes, now_ns);
   mark();
-  for (bool more = true; more && !pace.too_slow(half->bytes, monotonic_ns());) {
+  for (bool more = true; more && !(half->slow = pace.too_slow(half->bytes, monotonic_ns()));) {
     if (to_tell_) tell();
     more = half->wait_for_more(landing.layers);
     take_second(landing, *half);

@@ -66,6 +66,7 @@ class SecondHalf {
   uint32_t here() const;
 
   std::atomic<uint64_t> bytes{0};  // that came of it, counted in small pieces
+  std::atomic<bool> slow{false};   // so who has the block asks for the rest itself
   const Key key;
   const std::shared_ptr<const KnownLayout> known;
   const Extent extent;

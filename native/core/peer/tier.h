@@ -36,6 +36,7 @@ namespace kv::peer {
   X(pushed)                 \
   X(cancelled)              \
   X(halved)                 \
+  X(taken_over)             \
   X(placed) X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused) X(busy)
 
 class Tier final : public Fetcher {

@@ -156,6 +156,7 @@ bool Tier::bring_half(Lock& lock, Peer& peer, Stream& stream, bool again) {
   } catch (const Broken& error) {
     const bool unwanted = half->ended();
     lock.lock();
+    peer.taken_over += unwanted && half->slow;
     if (!unwanted && !(again && error.why == Broken::Why::Gone)) throw;
     peer.gone += !unwanted;
     stream.receiver.reset(), stream.channel.reset();

@@ -13,7 +13,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf.connector.block_format import BlockFormat
-from kvclient.testing import in_memory_writer
+from kvclient.testing import in_memory_blocks, in_memory_writer
 from tests.hf.zoo import build, generate, prompt
 
 BLOCK = 16
@@ -55,6 +55,21 @@ def gate(monkeypatch):
     yield make
     for gate in gates:
         gate.opened.set()
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """(client, layer) of each wait for a layer that begins. Pins come before: who has them has not looked yet
+    whether the block is sealed."""
+    seen = []
+    original = in_memory_blocks.BlockView.wait_layer
+
+    def wait_layer(self, layer, timeout_s=None):
+        seen.append((self._client, layer))
+        original(self, layer, timeout_s)
+
+    monkeypatch.setattr(in_memory_blocks.BlockView, "wait_layer", wait_layer)
+    return seen
 
 
 class Call(threading.Thread):
@@ -99,15 +114,16 @@ def pair():
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_who_comes_second_follows_and_computes_nothing_twice(pair, gate, layer, wait_until):
-    (store, writer, first), (_, follower, second) = pair
+def test_who_comes_second_follows_and_computes_nothing_twice(pair, gate, waits, layer, wait_until):
+    (store, writer, first), (other, follower, second) = pair
     ids = prompt(70)
     plain, *_ = generate(build("llama"), ids)
     closed = gate(store, layer)
     writing = Call(writer, ids)
     assert closed.reached.wait(WAIT_S)
     following = Call(follower, ids)
-    wait_until(lambda: store.stats()["pins"] == 4, "the follower's pins on the blocks being written")
+    wait_until(lambda: (other, layer) in waits, "the follower's wait for the layer that does not come")
+    assert store.stats()["pins"] == 4
     closed.opened.set()
     assert torch.equal(writing.result(), plain)
     assert torch.equal(following.result(), plain)
@@ -121,16 +137,17 @@ def test_who_comes_second_follows_and_computes_nothing_twice(pair, gate, layer, 
     assert store.stats()["pins"] == 0
 
 
-def test_a_follower_publishes_what_lies_beyond(pair, gate, wait_until):
+def test_a_follower_publishes_what_lies_beyond(pair, gate, waits, wait_until):
     """Its own later blocks are granted to it at once, and written in the same pass."""
-    (store, writer, _), (_, follower, second) = pair
+    (store, writer, _), (other, follower, second) = pair
     short, long = prompt(70)[:, :40], prompt(70)
     plain, *_ = generate(build("llama"), long)
     closed = gate(store, 1)
     writing = Call(writer, short)
     assert closed.reached.wait(WAIT_S)
     following = Call(follower, long)
-    wait_until(lambda: store.stats()["pins"] == 2, "the follower's pins")
+    wait_until(lambda: (other, 1) in waits, "the follower's wait")
+    assert store.stats()["pins"] == 2
     closed.opened.set()
     writing.result()
     assert torch.equal(following.result(), plain)
@@ -164,15 +181,15 @@ def test_a_writer_that_dies_between_the_wait_and_the_read(pair, gate, monkeypatc
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_writer_that_dies_costs_its_followers_time_only(pair, gate, layer, wait_until):
-    (store, writer, _), (_, follower, second) = pair
+def test_a_writer_that_dies_costs_its_followers_time_only(pair, gate, waits, layer, wait_until):
+    (store, writer, _), (other, follower, second) = pair
     ids = prompt(70)
     plain, *_ = generate(build("llama"), ids)
     closed = gate(store, layer)
     writing = Call(writer, ids)
     assert closed.reached.wait(WAIT_S)
     following = Call(follower, ids)
-    wait_until(lambda: store.stats()["pins"] == 4, "the follower's pins")
+    wait_until(lambda: (other, layer) in waits, "the follower's wait")
     closed.error = KeyboardInterrupt()
     closed.opened.set()
     writing.result()

@@ -159,7 +159,7 @@ def joined(etcd):
     fabric = Fabric.__new__(Fabric)
     fabric.members, answers = etcd
     answers["/v3/lease/keepalive"] = {"result": {"TTL": "15"}}
-    fabric._said = {"address": "10.0.0.2", "master_port": 7401}
+    fabric._said, fabric._transport = {"node": "me", "address": "10.0.0.2", "master_port": 7401}, "tcp"
     fabric._master, fabric._runs, fabric._master_process = "10.0.0.1:7401", set(), None
     fabric.pool, fabric._tell_members, fabric._master_is_gone = object(), lambda: None, lambda: False
     fabric.members.master = lambda address: fabric._master  # its key is the same
