@@ -52,10 +52,10 @@ class Played {
     accepting_.join();
     for (Visit& visit : visits_) visit.channel.cut();
   }
-  void hang_up_on_the_first_stream() {
+  void hang_up_on_all_but(const Visit& stays) {
     const std::lock_guard lock(mutex_);
     for (Visit& visit : visits_)
-      if (visit.pinged) visit.channel.cut();
+      if (&visit != &stays) visit.channel.cut();
   }
 
   uint16_t port = 0;
@@ -121,13 +121,13 @@ TEST(a_half_that_was_offered_before_its_peer_moved_is_not_asked_for_at_the_new_a
   std::atomic<uint32_t> request{0};
   Played* also_old = nullptr;
   Played old([&](Played::Visit& visit, const Frame& head, const Key&) {
-    if (visit.pinged) {  // the stream that is to speak to the new address has other work
+    if (visit.pinged || !head.item) {  // the stream that is to speak to the new address has other work; or no other is idle yet
       visit.channel.put({.kind = static_cast<uint16_t>(Kind::Missing), .request = head.request}, {});
       return visit.channel.flush();
     }
-    CHECK_EQ(head.item, 1u);
+    CHECK_EQ(head.layer, 0u);
     also_old->mute = true;
-    also_old->hang_up_on_the_first_stream();  // so whoever is to bring the other half has to connect
+    also_old->hang_up_on_all_but(visit);  // so whoever is to bring the other half has to connect
     request = head.request, fetching = &visit;
   });
   also_old = &old;
