@@ -63,15 +63,17 @@ def peers_text(found: dict[str, Any]) -> str:
             f"{peer['rtt_us']} µs",
             f"{approximate_size(peer['bytes_per_s'])}/s",
             str(peer["fetched"]),
-            str(peer["queued"] + peer["in_flight"]),
+            str(peer["queued"]),
+            str(peer["in_flight"]),
             str(sum(peer[name] for name in ("failed", "corrupt", "malformed", "stalled", "gone", "refused"))),
         )
         for peer in found["peers"]
     ]
-    header = ("namespace", "peer", "address", "state", "round trip", "rate", "fetched", "waiting", "errors")
+    named = ("namespace", "peer", "address", "state")
+    header = (*named, "round trip", "rate", "fetched", "waiting", "in flight", "errors")
     lines = [head]
     if rows:
-        lines.append(table(header, rows, frozenset((4, 5, 6, 7, 8))))
+        lines.append(table(header, rows, frozenset((4, 5, 6, 7, 8, 9))))
     return "\n".join([*lines, *_pool_lines(found.get("cluster"))])
 
 
