@@ -21,8 +21,8 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf import attention
 from kvclient.hf.attachment.running import PLACE
 from kvclient.hf.cache.device import DeviceLayer
+from kvclient.hf.model.around import foreign_forward
 from kvclient.hf.model.structure import widest_window
-from kvclient.hf.model.watch import foreign_forward
 
 BEFORE = "_kvclient_before"  # an attribute of our forward: the one it took the place of, or None
 

@@ -61,7 +61,8 @@ class ModelState:
         before."""
         kv = check_structure(model)
         if self._declined(model, kv):
-            watch = Watch(model)  # of the attention that it has again
+            watch = Watch(model)  # of the attention that it has again, with which it runs before settle()
+            check_structure(model)
         watch.settle()
         kind = self._kind_of(model, watch)
         if self._kinds and kind not in self._kinds:

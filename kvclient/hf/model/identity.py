@@ -19,8 +19,9 @@ from kvclient.blocks.identity import DIGEST_BYTES, Dimensions, encode
 from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.linear import as_they_lie
 from kvclient.hf.awq.packing import from_panels
+from kvclient.hf.model.around import adapter_parameters, adapter_state, adapters
 from kvclient.hf.model.values import plain_text
-from kvclient.hf.model.watch import Attributes, adapter_parameters, adapter_state, adapters, matmul_precision
+from kvclient.hf.model.watch import Attributes, matmul_precision
 from kvclient.hf.streaming.registry import streams_of
 
 HASH_THREADS = 4  # SHA-256 runs without the GIL at 1.3 GB/s a core; memory does not feed many more

@@ -13,9 +13,9 @@ hides from Code.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from types import BuiltinFunctionType, CellType
+from collections.abc import MutableMapping
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,26 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from kvclient.blocks.identity import CONFIG_DENY_LIST
-from kvclient.hf.model.code import NAMED, Code
+from kvclient.hf.model.around import adapter_state, adapters, foreign_forward, home_of
+from kvclient.hf.model.code import Code
 from kvclient.hf.model.modes import Modes
-from kvclient.hf.model.values import CONTAINERS, plain_text
+from kvclient.hf.model.values import (
+    CONTAINERS,
+    DEEPEST,
+    MOST_ITEMS,
+    SPELLED,
+    VALUES,
+    items_of,
+    plain_text,
+    spelled,
+    told,
+    without_bytes,
+)
 from kvclient.hf.streaming.registry import streams_of
 
 KNOWN_HOOKS = ("transformers.", "accelerate.", "kvclient.")
 CALLED = ("scaled_dot_product_attention", "linear", "embedding", "silu", "gelu", "softmax", "layer_norm")
 SAMPLES = 4  # numbers of each tensor that are looked at
-ADAPTER_STATE = ("active_adapter", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 class Watch:
@@ -44,7 +55,18 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._modules = modules = list(model.modules())
+        self.steps = (
+            0  # of optimizers on its weights: the fused ones, the Trainer's default, count no versions
+        )
+        _watches.add(self)
+        self.attributes = Attributes(model)
+        self._place()
+        self._seen = self._look()
+
+    def _place(self) -> None:
+        """Where to look, of the modules that the model has, and that its code reaches, now."""
+        model = self._model
+        self._modules = modules = [*model.modules(), *self.attributes.hidden]
         self._modes = Modes(model, modules)
         # A module that is exchanged shows in its parent's dict, so these dicts are all there is to look at.
         streams = streams_of(model)  # weights that come and go with each call are no change of the model
@@ -62,17 +84,19 @@ class Watch:
         self._ordinary = [t for t in tensors if not t.is_inference()]  # others know no versions
         self._tensors = tensors
         self._parameters = {id(t) for t in tensors}
-        self.steps = 0  # of optimizers on them: the fused ones, the Trainer's default, count no versions
-        _watches.add(self)
         self._adapters = adapters(model)
         self._samples = _samples(tensors)
-        self.attributes = Attributes(model)
-        self._seen = self._look()
+        self._read = _samples([tensor for _, tensor in self.attributes.tensors()])
 
     def settle(self) -> None:
         """The model has run since, for us: what it changed of itself by that is no change of it."""
+        hidden = self.attributes.hidden
         self.attributes.settle()
-        self._seen[0] = self.attributes.look()
+        if [id(module) for module in hidden] != [id(module) for module in self.attributes.hidden]:
+            self._place()
+            self._seen = self._look()
+        self._read = _samples([tensor for _, tensor in self.attributes.tensors()])
+        self._seen[:2] = self.attributes.look(), self._sampled(self._read)
 
     def changed(self) -> bool:
         """Whether a hook, an attribute or a tensor is another than when it began to watch."""
@@ -88,6 +112,7 @@ class Watch:
         config = self._model.config
         return [
             self.attributes.look(),
+            self._sampled(self._read),
             matmul_precision(),
             config._attn_implementation,
             [id(value) for d in self._dicts for value in d.values()],
@@ -98,9 +123,13 @@ class Watch:
             self._foreign_hooks() if any(self._hooks) else [],
             [id(hook) for hook in of_all_modules()],
             [adapter_state(module) for module in self._adapters],
-            [_bytes(torch.stack(numbers)) for numbers in self._samples],
+            self._sampled(self._samples),
             [function for m in self._modules if "forward" in m.__dict__ for function in foreign_forward(m)],
         ]
+
+    @staticmethod
+    def _sampled(samples: list[list[torch.Tensor]]) -> list[bytes]:
+        return [_bytes(torch.stack(numbers)) for numbers in samples]
 
     def _foreign_hooks(self) -> list[int]:
         return [id(hook) for module, *both in self._hooked if any(both) for hook in foreign(module)]
@@ -121,8 +150,7 @@ register_optimizer_step_post_hook(_stepped)
 
 
 def matmul_precision() -> str:
-    """As torch's one switch says it; where a backend was set by itself, which torch refuses to sum up, each.
-    """
+    """As torch's one switch says it; where a backend was set by itself, which torch does not sum up, each."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -141,7 +169,7 @@ def foreign_hook(model: torch.nn.Module) -> str | None:
     ]
     for hook, where in found:
         what = getattr(hook, "__qualname__", type(hook).__name__)
-        return f"{_home(hook)}.{what} on {where}"
+        return f"{home_of(hook)}.{what} on {where}"
     return None
 
 
@@ -174,58 +202,7 @@ def foreign(module: torch.nn.Module) -> list[Any]:
 
 def _foreign(*tables: dict[int, Any]) -> list[Any]:
     hooks = [hook for table in tables for hook in table.values()]
-    return [hook for hook in hooks if not _home(hook).startswith(KNOWN_HOOKS)]
-
-
-def foreign_forward(module: torch.nn.Module) -> list[Any]:
-    """What was put on this module in the place of its class's forward. Not counted: what only goes round that
-    one, of accelerate, torch.compile and this library.
-    """
-    forward = module.__dict__.get("forward")
-    while forward is not None:
-        function = getattr(forward, "__func__", forward)
-        of_class = function is type(module).forward and getattr(forward, "__self__", None) is module
-        # Its own name would not do: functools.wraps gives a wrapper that of what it wraps.
-        home = getattr(function, "__globals__", {}).get("__name__", "")
-        if of_class or home.startswith("kvclient."):
-            break
-        if isinstance(forward, functools.partial) and _home(forward.func).startswith("accelerate."):
-            if strangers := _of_accelerate(module):
-                return strangers
-            inner = module.__dict__.get("_old_forward")
-        else:
-            inner = getattr(forward, "_torchdynamo_orig_callable", None)
-        if inner is None:
-            return [forward]
-        forward = inner
-    return []
-
-
-def _of_accelerate(module: torch.nn.Module) -> list[Any]:
-    """Of the hooks that accelerate puts around a module's forward those that are not its own."""
-    hook = module.__dict__.get("_hf_hook")
-    hooks = [hook, *getattr(hook, "hooks", ())]
-    return [each for each in hooks if not type(each).__module__.startswith("accelerate.")]
-
-
-def adapters(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that peft, which is never imported here, has put into the model."""
-    return [module for module in model.modules() if type(module).__module__.startswith("peft.")]
-
-
-def adapter_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Those of a module of peft's that are not of the layer it stands around."""
-    base = getattr(module, "base_layer", None)
-    inherited = {id(p) for p in base.parameters()} if base is not None else set()
-    return [p for p in module.parameters() if id(p) not in inherited]
-
-
-def adapter_state(module: torch.nn.Module) -> str:
-    """What an adapter's layer multiplies and adds, as text to compare."""
-    state = {name: getattr(module, name) for name in ADAPTER_STATE if hasattr(module, name)}
-    if isinstance(scaling := state.get("scaling"), dict):  # of tensors maybe, which repr rounds
-        state["scaling"] = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in scaling.items()}
-    return repr(list(state.items()))
+    return [hook for hook in hooks if not home_of(hook).startswith(KNOWN_HOOKS)]
 
 
 def _samples(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -233,7 +210,7 @@ def _samples(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     can be stacked. Of a tensor that is not contiguous, or is none of plain numbers, the first number.
     """
     alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for tensor in {id(t): t for t in tensors if t.numel() and not t.is_meta}.values():
+    for tensor in {id(t): t for t in tensors if not without_bytes(t) and t.numel()}.values():
         plain, count = tensor.data, min(SAMPLES, tensor.numel())
         if type(plain) is torch.Tensor and plain.is_contiguous():
             view = plain.as_strided((count,), (tensor.numel() // count,))
@@ -247,15 +224,12 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.cpu().view(torch.uint8).numpy().tobytes()  # not numbers: a NaN would differ from itself
 
 
-def _home(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or type(hook).__module__
-
-
 PLAIN = (bool, int, float, str, type(None))
 ABSENT = object()
-IN_PLACE = (list, dict, set, torch.Tensor)
-OF_TORCH = frozenset(torch.nn.Module().__dict__)
-HARMLESS = ("training", "gradient_checkpointing")  # the one is asked for by itself, the other needs it
+IN_PLACE = (list, dict, set, torch.Tensor, np.ndarray)
+COUNTERS = (int, float)
+FIXED = (tuple, frozenset)
+BY_ITSELF = {*VALUES, FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, staticmethod, property}
 
 
 class Attributes:
@@ -270,7 +244,7 @@ class Attributes:
             (name, module.__dict__, key)
             for name, module in model.named_modules()
             for key, value in module.__dict__.items()
-            if name and _told(module, key, value, self._code.reads)
+            if (name or key in self._code.reads) and told(module, key, value, self._code.reads)
         ]
         self._kept = [held[key] for _, held, key in self._entries]  # or another could get the id of one
         self._first = self._values()
@@ -291,20 +265,26 @@ class Attributes:
         parts = {id(config): config for config in (self._model.config, self._text)}
         return [
             self._values(),
-            [type(module) for module in self._modules],
+            [type(module) for module in (*self._modules, *self.hidden)],
             _code_state(self._code),
             [_config_state(part) for part in parts.values()],
         ]
 
+    @property
+    def hidden(self) -> list[torch.nn.Module]:
+        """The modules that the code reaches and the model has not."""
+        return self._code.hidden
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that are tensors, of any shape, by their dotted names."""
+        """Those that are tensors, of any shape, by their dotted names, and those that the code reads."""
         held = [(f"{name}.{key}", attributes.get(key)) for name, attributes, key in self._entries]
-        return [(name, value) for name, value in held if isinstance(value, torch.Tensor)]
+        read = [(f"read {where}", tensor) for where, tensor in self._code.tensors.items()]
+        return [(name, value) for name, value in held if isinstance(value, torch.Tensor)] + read
 
     def numbers(self) -> dict[str, Any]:
         """Those that are plain values, by their dotted names."""
         held = {f"{name}.{key}": attributes.get(key) for name, attributes, key in self._entries}
-        texts = {name: plain_text(value) for name, value in held.items() if type(value) in CONTAINERS}
+        texts = {name: plain_text(value) for name, value in held.items() if spelled(value)}
         return {name: value for name, value in {**held, **texts}.items() if type(value) in PLAIN}
 
     def code(self) -> list[Any]:
@@ -319,47 +299,55 @@ class Attributes:
         ]
 
 
-def _told(module: torch.nn.Module, key: str, value: Any, reads: set[str]) -> bool:
-    """Whether an attribute of a module is part of what it computes, as far as it can be: numbers and tensors,
-    and texts, containers and what is called private, where the code that is known reads such a name, or the
-    module is torch's."""
-    if key in HARMLESS or key in OF_TORCH:
-        return False
-    if type(value) in (bool, int, float, type(None)) or isinstance(value, torch.Tensor):
-        return not key.startswith("_") or key in reads
-    read = key in reads or (type(module).__module__.partition(".")[0] in NAMED and not key.startswith("_"))
-    return read and type(value) in (str, *CONTAINERS) and plain_text(value) is not None
-
-
 def _seen(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
-        return mark(value) if type(value) in CONTAINERS else (id(value),)
+        return mark(value) if spelled(value) else (id(value),)
     return id(value), value.data_ptr(), None if value.is_inference() else value._version
 
 
 def _code_state(code: Code) -> list[Any]:
     """What the names that were looked up mean now, and what the functions that were reached are made of."""
-    state = [
-        mark(getattr(at, name, None) if isinstance(at, type) else at.get(name)) for at, name in code.bindings
-    ]
+    state = [mark(_looked_up(at, name)) for at, name in code.bindings]
     for function in code.functions:
-        cells = function.__closure__ or ()
-        held = [None if id(cell) in code.unsteady else _held(cell) for cell in cells]
-        defaults, keywords = function.__defaults__, function.__kwdefaults__
-        state.append((id(function.__code__), id(defaults), id(keywords), held))
+        held = None
+        if (cells := function.__closure__) is not None:
+            held = [None if id(cell) in code.unsteady else mark(_content(cell)) for cell in cells]
+        state.append((id(function.__code__), *_defaults(code, function), held))
     return state
 
 
-def mark(value: Any) -> Any:
+def _looked_up(at: Any, name: str) -> Any:
+    if type(at) is dict:
+        return at.get(name)
+    if isinstance(at, type):
+        return at.__dict__[name] if name in at.__dict__ else getattr(at, name, None)
+    return at.get(name) if isinstance(at, MutableMapping) else getattr(at, name, None)
+
+
+def _defaults(code: Code, function: FunctionType) -> tuple[Any, Any]:
+    """What they say now, for the look; those that cannot be written to are told by which they are."""
+    defaults, keywords = function.__defaults__, function.__kwdefaults__
+    steady = defaults is None or id(defaults) in code.frozen
+    noted = keywords is None or (id(function), "__kwdefaults__") in code.unsteady
+    if not steady and (id(function), "__defaults__") in code.unsteady:
+        defaults = None
+    return id(defaults) if steady else mark(defaults), id(keywords) if noted else mark(keywords)
+
+
+def mark(value: Any, depth: int = 0) -> Any:
     """What is equal to an earlier one only if the value says the same, as far as that can be told: of plain
     ones what they say, else which it is."""
-    if isinstance(value, (torch.Tensor, np.ndarray, *CONTAINERS)):
-        return plain_text(value) or id(value)
-    return value
-
-
-def _held(cell: CellType) -> Any:
-    return mark(_content(cell))
+    if type(value) in BY_ITSELF:
+        return value
+    if isinstance(value, IN_PLACE) or type(value) in FIXED or isinstance(value, SPELLED):
+        if (text := plain_text(value)) is not None:
+            return text
+        if isinstance(value, torch.Tensor):
+            return id(value), None if value.is_inference() else value._version
+        if isinstance(value, dict | list | tuple) and len(value) <= MOST_ITEMS and depth < DEEPEST:
+            return id(value), [(mark(key, DEEPEST), mark(item, depth + 1)) for key, item in items_of(value)]
+        return id(value), len(value) if isinstance(value, CONTAINERS) else 0
+    return (id(value),)
 
 
 def _content(cell: CellType) -> Any:
@@ -369,22 +357,25 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _written(code: Code) -> dict[Any, tuple[int, Any]]:
-    """Of what the code reads all that can be written in place, by where: which it is, and what it says."""
-    found = {
-        (id(at), name): getattr(at, name, None) if isinstance(at, type) else at.get(name)
-        for at, name in code.bindings
-    }
+def _written(code: Code) -> dict[Any, tuple[Any, Any]]:
+    """Of what the code reads all that can be written in place, counted, or kept by an object, by where: which
+    it is, and what it says."""
+    found = {(id(at), name): _looked_up(at, name) for at, name in code.bindings}
     found |= {id(cell): _content(cell) for f in code.functions for cell in f.__closure__ or ()}
+    for function in code.functions:
+        found[id(function), "__defaults__"] = function.__defaults__
+        found[id(function), "__kwdefaults__"] = function.__kwdefaults__
+    kept = {(id(at), name) for at, name in code.bindings if code.holds(at)}
     return {
-        place: (id(value), mark(value))
+        place: (None if place in kept or type(value) in COUNTERS else id(value), mark(value))
         for place, value in found.items()
-        if isinstance(value, IN_PLACE) and place not in code.unsteady
+        if place not in code.unsteady
+        and (place in kept or isinstance(value, IN_PLACE) or type(value) in (tuple, *COUNTERS))
     }
 
 
-def _noted_down(first: tuple[int, Any], now: tuple[int, Any] | None) -> bool:
-    """Whether the same list, or its like, says something else."""
+def _noted_down(first: tuple[Any, Any], now: tuple[Any, Any] | None) -> bool:
+    """Whether the same list, or its like, says something else, or a number another."""
     return now is not None and now[0] == first[0] and now[1] != first[1]
 
 
@@ -395,4 +386,3 @@ def _config_state(config: Any) -> str:
         for key, value in config.__dict__.items()
         if key not in CONFIG_DENY_LIST and not key.startswith("_") and not hasattr(value, "to_dict")
     ])  # fmt: skip
-
