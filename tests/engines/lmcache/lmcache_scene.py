@@ -301,7 +301,8 @@ def elsewhere():
     until_told([first._name(name) for name in names[:2]])
     assert (only.batched_contains(names), second.batched_contains(names)) == (0, 2)
     for name in names[:2]:
-        assert bytes(asyncio.run(second.get(name)).byte_array) == bytes(chunk.byte_array)
+        found = asyncio.run(second.get(name))  # its memory lives as long as this
+        assert bytes(found.byte_array) == bytes(chunk.byte_array)
 
     more = [key(20)]
     assert store(there, more, objects[:1]).is_successful()
