@@ -3,7 +3,7 @@
 #include "cpu/awq_tiles.h"
 #include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
-#include "cpu/linear_rows.h"
+#include "cpu/linear_amx.h"
 #include "cpu/paths.h"
 #include "cpu/product_rows.h"
 #include "cpu/products_vnni.h"
@@ -48,7 +48,7 @@ void attend_amx(const kvk_attention& a, const Task& task, Scratch s) {
 
 }  // namespace
 
-const Path kAmxPath{"amx",      quantise_rows,   dequantise_rows, rotate_rows, attend_amx,  multiply_awq_vnni,
-                    unpack_awq, multiply_linear, normalise_rows,  turn_rows,   gate_floats, product_rows};
+const Path kAmxPath{"amx",      quantise_rows,       dequantise_rows, rotate_rows, attend_amx,  multiply_awq_vnni,
+                    unpack_awq, multiply_linear_amx, normalise_rows,  turn_rows,   gate_floats, product_rows};
 
 }  // namespace kvk

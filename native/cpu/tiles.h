@@ -18,12 +18,13 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 
-// Left operands have 16 rows of `depth_bytes` (16, 32 or 64), right ones as many groups of four bytes for 16 columns.
-inline TileShapes shapes_for(uint32_t depth_bytes) {
+// Left operands have 16 rows of `depth_bytes` (16, 32 or 64), right ones as many groups of four bytes for `columns`: sixteen, or
+// fewer, for which one tile is enough.
+inline TileShapes shapes_for(uint32_t depth_bytes, uint32_t columns = 16) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) {
     shapes.rows[tile] = static_cast<uint8_t>(tile < 6 ? 16 : depth_bytes / 4);
-    shapes.row_bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? depth_bytes : 64);
+    shapes.row_bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? depth_bytes : 4 * columns);
   }
   return shapes;
 }
@@ -51,14 +52,15 @@ class Registers {
   Registers(const Registers&) = delete;
   Registers& operator=(const Registers&) = delete;
 
-  static void shape(uint32_t depth_bytes) {
-    if (shaped_ == depth_bytes) return;
-    Tiles::configure(shapes_for(depth_bytes));
-    shaped_ = depth_bytes;
+  static void shape(uint32_t depth_bytes, uint32_t columns = 16) {
+    if (columns > 16) columns = 16;  // of each of two tiles
+    if (shaped_ == (depth_bytes | columns << 8)) return;
+    Tiles::configure(shapes_for(depth_bytes, columns));
+    shaped_ = depth_bytes | columns << 8;
   }
 
  private:
-  inline static thread_local uint32_t shaped_ = 0;  // depth_bytes; 0: not configured
+  inline static thread_local uint32_t shaped_ = 0;  // depth_bytes and columns; 0: not configured
 };
 
 }  // namespace

@@ -140,9 +140,9 @@ TEST(bf16_stays_inside_and_agrees_with_the_naive_path) {
 TEST(weights_that_are_rounded_stay_inside_and_agree_with_the_naive_path) {
   for (uint32_t path = KVK_CPU_AVX2; path <= KVK_CPU_AMX; ++path) {
     if (kvk_cpu_lacks(path) != nullptr) continue;
-    for (uint32_t inputs : {16u, 176u, 2064u})
-      for (uint32_t outputs : {1u, 5u, 67u})
-        for (uint32_t rows : {1u, 3u, 7u, 97u}) {
+    for (uint32_t inputs : {16u, 176u, 2064u, 2112u})
+      for (uint32_t outputs : {1u, 5u, 48u, 67u})
+        for (uint32_t rows : {1u, 3u, 7u, 33u, 97u}) {
           Layer layer(inputs, outputs, rows, false, rows % 2 == 1);
           const auto x = halves(layer.x);
           layer.args.dtype = KVK_ROUNDED, layer.args.x = x.data();

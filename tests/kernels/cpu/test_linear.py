@@ -1,8 +1,8 @@
 """Proves that the CPU's linear layers and norms compute what they say, on every path of this machine.
 
 Method: random rows and weights against NumPy in double; in bf16 against torch, within one unit in the last
-place. The same rows alone, beside others and on other numbers of threads must come back with the same bits:
-by that a server computes requests side by side.
+place; in tiles by emulation where this CPU has none. The same rows alone, beside others and on other numbers
+of threads must come back with the same bits: by that a server computes requests side by side.
 """
 
 import numpy as np
@@ -11,9 +11,11 @@ import torch
 
 from kvclient.errors import InvalidArgument
 from kvclient.kernels import contract, linear
+from tests.kernels.cpu_paths import PATHS, provide
 
 HERE = [name for name in contract.PATHS[1:] if contract.lacks(name) is None]
 SHAPES = [(16, 1), (48, 3), (64, 4), (576, 67), (1536, 130), (2048, 64), (2064, 9), (4112, 70)]
+IN_TILES = [*SHAPES, (80, 5), (4096, 48)]  # the last: whole tiles, and two stretches of inputs
 
 
 def numbers(*shape, seed=0):
@@ -139,9 +141,10 @@ def test_heads_turned_to_their_positions(path, head_dim):
     assert np.array_equal(q, wanted[0]) and np.array_equal(k, wanted[1])
 
 
-@pytest.mark.parametrize("path", HERE)
-@pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (80, 5)])
-def test_rows_times_weights_in_bf16(path, inputs, outputs):
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("inputs", "outputs"), IN_TILES)
+def test_rows_times_weights_in_bf16(path, inputs, outputs, monkeypatch):
+    path = provide(path, monkeypatch)
     (x, tx), (w, tw), (bias, tb) = (
         halves(131, inputs),
         halves(outputs, inputs, seed=1),
@@ -153,14 +156,15 @@ def test_rows_times_weights_in_bf16(path, inputs, outputs):
         least, most = (places(bits((exact + off).bfloat16())) for off in (-bound, bound))
         whole = linear.multiply(x, w, added, path=path)
         assert (least <= places(whole)).all() and (places(whole) <= most).all()
-        for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 97, 130):
+        for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 17, 32, 33, 97, 130):
             some = linear.multiply(x[:rows], w, added, threads=rows % 4, path=path)
             assert np.array_equal(some, whole[:rows]), rows
 
 
-@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_the_gated_half_of_an_mlp_in_bf16(path, inputs, outputs):
+def test_the_gated_half_of_an_mlp_in_bf16(path, inputs, outputs, monkeypatch):
+    path = provide(path, monkeypatch)
     """Rounded where torch rounds: both products, silu, what comes out."""
     (x, tx), (w, tw), (up, tu) = (
         halves(40, inputs),
@@ -276,16 +280,17 @@ def test_what_does_not_fit_is_refused():
             linear.turn(*args)
 
 
-@pytest.mark.parametrize("path", HERE)
-@pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (80, 5)])
-def test_rows_in_bf16_times_weights_that_are_rounded_to_it(path, inputs, outputs):
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("inputs", "outputs"), IN_TILES)
+def test_rows_in_bf16_times_weights_that_are_rounded_to_it(path, inputs, outputs, monkeypatch):
+    path = provide(path, monkeypatch)
     (x, tx), w, bias = halves(201, inputs), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)
     rounded = torch.from_numpy(w).bfloat16().float().numpy()
     for added in (None, bias):
         wanted = tx.double().numpy() @ rounded.astype(np.float64).T + (0 if added is None else added)
         whole = linear.multiply(x, w, added, path=path)
         assert whole.dtype == np.float32 and near(whole, wanted, tx.float().numpy(), w)
-        for rows in (0, 1, 2, 3, 6, 7, 8, 13, 95, 97, 200):
+        for rows in (0, 1, 2, 3, 6, 7, 8, 13, 16, 17, 31, 32, 33, 95, 97, 200):
             some = linear.multiply(x[:rows], w, added, threads=rows % 4, path=path)
             assert np.array_equal(some, whole[:rows]), rows
     with pytest.raises(contract.Unsupported):
