@@ -154,12 +154,13 @@ cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in netw
 
 CONTENDERS ?= ours hf
 MINUTES ?= 5
-soak: build $(VENV)/.dev ## clients, daemon, disk, hosts and a pool across machines broken at random, each for MINUTES=5
+soak: model $(VENV)/.dev ## clients, daemon, disk, hosts, a pool across machines and a server broken at random, each for MINUTES=5
 	@$(PY) -m tests.soak --minutes $(MINUTES)
 	@$(PY) -m tests.soak --clients 64 --minutes $(MINUTES)
 	@$(PY) -m tests.soak.hosts --minutes $(MINUTES)
 	@.ci/cluster
 	@SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -q -s -m engines tests/hosts/cluster/test_chaos.py -k 0
+	@$(MAKE) --no-print-directory soak-serving
 
 soak-serving: model $(VENV)/.dev ## 200 clients on one server for MINUTES=5, its daemon killed under it; every answer is checked
 	@SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -q -s tests/serve/test_soak.py

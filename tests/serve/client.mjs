@@ -21,7 +21,7 @@ async function failure(more) {
 }
 out.error = await failure({ model: "gpt-4" });
 out.bad = await failure({ temperature: -1 });
-out.response = (await client.responses.create({ model: "tiny", input: "hi", max_output_tokens: 4, temperature: 0 })).output_text;
+out.response = (await client.responses.create({ model: "tiny", input: given.messages, max_output_tokens: 8, temperature: 0 })).output_text;
 
 const aborted = await client.chat.completions.create({ ...given, max_tokens: 400, stream: true });
 for await (const chunk of aborted) aborted.controller.abort();

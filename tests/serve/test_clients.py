@@ -24,7 +24,9 @@ VLLM = Path.home() / ".cache" / "kvstored" / "engines" / "vllm" / "bin" / "vllm"
 @pytest.fixture(scope="module")
 def wanted(tiny):
     body = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
-    return tiny.post("/v1/chat/completions", body)[2]["choices"][0]["message"]["content"]
+    said = tiny.post("/v1/chat/completions", body)[2]["choices"][0]["message"]["content"]
+    assert said
+    return said
 
 
 def by_node(program, packages, tiny, where):
@@ -47,7 +49,7 @@ def test_openai_for_node(tiny, wanted, tmp_path, wait_until):
     told = by_node("client.mjs", ["openai@7"], tiny, tmp_path)
     assert told["whole"] == told["streamed"] == told["helper"] == wanted
     assert told["usage"]["completion_tokens"] == 8
-    assert (told["error"], told["bad"]) == ("NotFoundError", "BadRequestError") and told["response"]
+    assert (told["error"], told["bad"], told["response"]) == ("NotFoundError", "BadRequestError", wanted)
     wait_until(lambda: tiny.stats()["requests_running"] == 0)
 
 

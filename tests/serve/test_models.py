@@ -47,6 +47,16 @@ def test_a_gguf_file_is_served_by_its_path(model, path):
     assert job.tokens == wanted
 
 
+@pytest.mark.slow
+def test_a_gguf_file_is_served_by_a_process_that_imports_as_a_users_does(server, path):
+    """Not one that was forked behind its imports: a server leaves out parts of torch (spared.py)."""
+    running = server("--store", "16MiB", model=path, python=subprocess.Popen)
+    body = {"prompt": TEXT, "max_tokens": 4, "temperature": 0}
+    first, second = (running.post("/v1/completions", body)[2] for _ in range(2))
+    assert first["choices"] == second["choices"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_requests_are_no_longer_than_a_window_that_is_in_no_mask(home, tmp_path):
     olmoe(300).save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(home).save_pretrained(tmp_path)

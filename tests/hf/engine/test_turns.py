@@ -20,7 +20,7 @@ FAILS = (RuntimeError, KeyboardInterrupt)
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", layers=2)
+    return build("llama", layers=2, head_dim=32)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from tests.warm_python import run as run_warm
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = Window(recent=32, older=64)
+HEAD = 32  # numbers of a head: those of eight go other ways than those of real models
 ALL = Window(recent=4096, older=0)
 
 
@@ -50,7 +51,7 @@ def ids(length, seed=1):
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", layers=2)
+    return build("llama", layers=2, head_dim=HEAD)
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_older_tokens_quantised_stay_near_during_generation(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_bounded_and_told_as_it_is(dtype, client):
-    model = build("llama", dtype=dtype, layers=2)
+    model = build("llama", dtype=dtype, layers=2, head_dim=HEAD)
     with Engine(model, Words(), client, repair=None, self_test=False) as engine:
         talk = engine.conversation("long", system=ids(10), window=SMALL)
         live, group = [], SMALL.codec.group
@@ -104,14 +105,14 @@ def test_memory_is_bounded_and_told_as_it_is(dtype, client):
             talk.say(ids(23, seed=turn), 25, on_token=lambda *_: live.append(talk.held))
         assert talk.held.tokens == 10 + 8 * 48 - 1
         assert talk.held.dropped_tokens > 200
-        per_token = 2 * 2 * 8 * dtype.itemsize * 2
+        per_token = 2 * 2 * HEAD * dtype.itemsize * 2
         for held in live:
             kept = held.head_tokens + held.older_tokens + held.recent_tokens
             assert kept + held.dropped_tokens == held.tokens
             assert held.older_tokens <= SMALL.older and held.recent_tokens < SMALL.recent + group
             assert held.head_tokens == 10 and held.head_bytes == 10 * per_token
             assert held.recent_bytes == held.recent_tokens * per_token
-            assert held.older_bytes == held.older_tokens * 2 * SMALL.codec.bytes_per_token(2, 8)
+            assert held.older_bytes == held.older_tokens * 2 * SMALL.codec.bytes_per_token(2, HEAD)
             assert held.full_bytes == kept * per_token
             assert held.saved_bytes == held.full_bytes - held.bytes
         most = 10 + SMALL.older + 2 * SMALL.recent + group  # a fed stretch is computed before it is settled
@@ -170,7 +171,8 @@ from kvclient.hf import Engine, Window
 from tests.hf.engine.test_window import SMALL, Words, ids
 from tests.hf.zoo import build
 with kvclient.connect(sys.argv[1]) as client:
-    with Engine(build("llama", layers=2), Words(), client, repair=None, self_test=False) as engine:
+    model = build("llama", layers=2, head_dim=32)
+    with Engine(model, Words(), client, repair=None, self_test=False) as engine:
         talk = engine.conversation("moved", window=SMALL)
         said = talk.say(ids(30, seed=2), 20)
         assert said.taken_over
@@ -338,10 +340,10 @@ def test_sampling_stop_strings_and_soft_stops(engine, monkeypatch):
 
 
 def test_without_a_daemon_it_goes_on_and_says_that_nothing_is_saved(engine, tmp_path):
-    wanted = engine.conversation("alone", window=SMALL)
+    wanted, alike = engine.conversation("alone", window=SMALL), build("llama", layers=2, head_dim=HEAD)
     with (
         kvclient.connect(dir=tmp_path, on_error="miss") as client,
-        Engine(build("llama", layers=2), Words(), client, repair=None, self_test=False) as other,
+        Engine(alike, Words(), client, repair=None, self_test=False) as other,
     ):
         talk = other.conversation("alone", window=SMALL)
         for turn in range(3):
