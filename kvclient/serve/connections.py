@@ -3,7 +3,7 @@
 Owns those that wait for a whole request. Never answers. Invariant: a request is whole within `whole_s` of the
 connection's start or its last answer's end, or the connection is closed; of those that wait at most `most`
 are open, the oldest go first: so they cannot keep others from being served. One above the most that may be
-open at all is answered once, 503.
+open at all is answered once, 503; what is no HTTP, 400: both in the shape of all errors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvclient.serve.errors import ApiError
@@ -75,6 +76,16 @@ def protocol(waiting: Waiting, connections: int) -> type[H11Protocol]:
             """Whether a whole request has come whose answer has not ended."""
             cycle = self.cycle
             return cycle is not None and not (cycle.more_body or cycle.response_complete)
+
+        def send_400_response(self, msg: str) -> None:
+            """Of what is no HTTP, or has too long a head."""
+            told = json.dumps(ApiError(400, msg).body).encode()
+            headers = [("content-type", "application/json"), ("content-length", str(len(told))),
+                       ("connection", "close")]  # fmt: skip
+            head = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for event in (head, h11.Data(data=told), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             waiting.drop(self)

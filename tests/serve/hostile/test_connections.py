@@ -176,6 +176,16 @@ def test_a_head_without_end_is_refused(port):
     assert asked(port) == b"HTTP/1.1 200 OK"
 
 
+def test_what_is_no_http_is_refused_in_the_shape_of_all_errors(port):
+    """It was the one error that was no JSON."""
+    with connected(port) as connection:
+        connection.sendall(b"\x16\x03\x01\x02\r\n\r\n")
+        head, _, body = b"".join(iter(lambda: connection.recv(4096), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"application/json" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert asked(port) == b"HTTP/1.1 200 OK"
+
+
 def test_thousands_of_idle_connections_keep_nobody_out(port):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 3200 if hard == resource.RLIM_INFINITY else min(3200, hard)
