@@ -84,6 +84,34 @@ TEST(a_message_about_many_blocks_gives_the_lock_away) {
   rig.store->check_integrity();
 }
 
+// Each leaves a part of the region behind it, and becomes one with both of its neighbours again.
+TEST(a_regions_message_about_many_blocks_gives_the_lock_away) {
+  constexpr uint32_t kCount = kMaxKeysPerMessage;
+  Rig rig(32 * 1024 * kPageBytes, 4 * kCount);
+  Page client(*rig.store, 2 * kCount);
+  const uint32_t page = rig.store->register_layout(layout_blob(1, 1, 1));
+  const CreateItem whole{.key = key(1), .fingerprint = 7, .tokens = 1, .region_pages = 4 * kCount};
+  const Granted region = rig.store->create({.owner = client.id, .layout = page, .items = {&whole, 1}})[0];
+  CHECK(region.status == Grant::Granted);
+  std::vector<Publish> blocks;
+  for (uint64_t i = 0; i < kCount; ++i)
+    blocks.push_back({{.key = key(100 + i), .tokens = 1}, region.extent.offset + 4 * i * kPageBytes, key(100'000 + i), true});
+  uint64_t before = StoreTest::gave_way(*rig.store);
+  std::vector<TakeBack> back;
+  for (const RegionChange& said : rig.store->publish({.owner = client.id, .layout = rig.layout, .items = {}}, blocks)) {
+    CHECK_EQ(said.status, static_cast<uint8_t>(Grant::Granted));
+    back.push_back({said.block, key(200'000 + back.size()), 7});
+  }
+  CHECK(StoreTest::gave_way(*rig.store) - before >= kCount / kMostAtOnce);
+  rig.store->check_integrity();
+  before = StoreTest::gave_way(*rig.store);
+  for (const RegionChange& said : rig.store->take_back(client.id, page, back))
+    CHECK_EQ(said.status, static_cast<uint8_t>(Back::Taken));
+  CHECK(StoreTest::gave_way(*rig.store) - before >= kCount / kMostAtOnce);
+  CHECK_EQ(rig.store->stats().created, 1u);
+  rig.store->check_integrity();
+}
+
 TEST(an_expiry_of_all_gives_the_lock_away) {
   Rig rig(kBlocks * 2 * kPageBytes, 2 * kBlocks);
   for (uint64_t i = 0; i < kBlocks; ++i) CHECK(rig.put(i, 2, 1) == Grant::Granted);

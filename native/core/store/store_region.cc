@@ -17,6 +17,9 @@
 #include "core/store/each_pin.h"
 
 namespace kv {
+namespace {
+constexpr size_t kBlocksOfASlice = 256;
+}  // namespace
 
 // For a block and for what is left behind it.
 bool Store::has_two_records() {
@@ -121,7 +124,7 @@ RegionChange Store::publish_one(const CreateRequest& request, const Publish& ite
 std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span<const Publish> items) {
   const Entry entry(*this);
   check_pool();
-  Session& owner = session_of(request.owner);
+  Session* owner = &session_of(request.owner);
   const LayoutTable::Known known = layouts_.by_id(request.layout);
   for (const Publish& item : items)
     if (item.wanted.tokens == 0 || item.wanted.tokens > known->layout.block_tokens ||
@@ -130,9 +133,20 @@ std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span
                                              std::to_string(item.offset) + " cannot be: its layout has 1 to " +
                                              std::to_string(known->layout.block_tokens) + " tokens, memory has pages of " +
                                              std::to_string(kPageBytes));
-  std::vector<RegionChange> out;
-  const double now = use_now();
-  for (const Publish& item : items) out.push_back(publish_one(request, item, *known, owner, now));
+  std::vector<RegionChange> out(items.size(), RegionChange{.status = static_cast<uint8_t>(Grant::NoSpace)});
+  double now = use_now();
+  Slice slice(kBlocksOfASlice, 1);
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (slice.over()) {
+      mutex_.give_way(), slice.again();
+      const auto found = sessions_.find(request.owner);  // what was done is answered whatever became of them meanwhile
+      const uint32_t slot = layout_slot(known->id);
+      if (found == sessions_.end() || found->second->ended || !layouts_.is_known(slot) || layouts_.in(slot)->id != known->id)
+        break;
+      owner = &*found->second, now = std::min(now, clock_.value);  // all scores may have been divided
+    }
+    out[i] = publish_one(request, items[i], *known, *owner, now);
+  }
   return out;
 }
 
@@ -156,6 +170,9 @@ RecordSet Store::held_by_others(uint32_t owner) {
 RegionChange Store::take_one(const CreateRequest& request, const TakeBack& item, uint32_t layout_slot, Session& owner) {
   RegionChange out{.status = static_cast<uint8_t>(Back::Held)};
   const uint32_t record = item.block.record;
+  const Control now = control(record);
+  if (now.state() != State::Zombie || now.generation() != item.block.generation + 1)  // it went while the lock was given away
+    return {.status = static_cast<uint8_t>(Back::Gone)};
   const Extent extent = extent_of(record);
   const uint32_t before = extent.offset ? run_at(extent.offset - kPageBytes, owner.id, item.region) : Arena::kNobody;
   const uint32_t behind = run_at(extent.end(), owner.id, item.region);
@@ -200,7 +217,7 @@ RegionChange Store::take_one(const CreateRequest& request, const TakeBack& item,
 std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, std::span<const TakeBack> items) {
   const Entry entry(*this);
   check_pool();
-  Session& owner = session_of(owner_id);
+  Session* owner = &session_of(owner_id);
   const LayoutTable::Known known = layouts_.by_id(layout);
   if (!known->layout.is_one_page())
     throw Error(Code::InvalidArgument, "a block of a region's layout has " +
@@ -220,11 +237,22 @@ std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, s
     out[i].status = static_cast<uint8_t>(Back::Held);
   }
   const RecordSet held = held_by_others(owner_id);
+  const auto is_asked = [&](size_t i) { return out[i].status == static_cast<uint8_t>(Back::Held); };
+  for (size_t i = 0; i < items.size(); ++i)
+    if (is_asked(i)) pins_.asked.remove(items[i].block.record);
   const CreateRequest request{owner_id, layout, kDefaultPriority, 0, {}};
+  Slice slice(kBlocksOfASlice, 1);  // nobody can pin what is a zombie already
   for (size_t i = 0; i < items.size(); ++i) {
-    if (out[i].status != static_cast<uint8_t>(Back::Held)) continue;
-    pins_.asked.remove(items[i].block.record);
-    if (!held.contains(items[i].block.record)) out[i] = take_one(request, items[i], layout_slot(known->id), owner);
+    if (!is_asked(i) || held.contains(items[i].block.record)) continue;
+    if (slice.over()) {
+      mutex_.give_way(), slice.again();
+      const auto found = sessions_.find(owner_id);
+      const uint32_t slot = layout_slot(known->id);
+      if (found == sessions_.end() || found->second->ended || !layouts_.is_known(slot) || layouts_.in(slot)->id != known->id)
+        break;
+      owner = &*found->second;
+    }
+    out[i] = take_one(request, items[i], layout_slot(known->id), *owner);
   }
   return out;
 }
