@@ -30,7 +30,7 @@ from kvclient.hf.streaming.files.checkpoint import HUB_ID
 from kvclient.hf.streaming.planner.admission import Admission
 from kvclient.hf.streaming.planner.asked import PIECES
 from kvclient.hf.streaming.registry import streams_of
-from kvclient.hf.streaming.residency import RESIDENCIES
+from kvclient.hf.streaming.residency import RESIDENCIES, free_memory
 
 STEPS = {"progress": "rearranging", "loading": "loading"}
 UNITS = {"KiB": 10, "MiB": 20, "GiB": 30}
@@ -164,6 +164,9 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
     tokenizer, inputs = prompt_of(asked)
     room = inputs["input_ids"].shape[1] + asked.max_new_tokens
     speculation, memory = drafts(asked.draft, asked.memory)
+    if memory is not None and asked.device == "cpu" and memory > (free := free_memory()):
+        print(f"note: --memory leaves {memory} bytes, of which {free} are free", file=sys.stderr)
+        memory = free  # what this process holds already counts for its cgroup, too
     config = StreamingConfig(
         residency=asked.residency, memory=memory, n_staging_slots=asked.slots,
         rearrange=not asked.no_rearrange, trace=asked.trace is not None, device=asked.device,

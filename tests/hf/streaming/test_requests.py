@@ -204,6 +204,10 @@ def test_a_draft_models_weights_are_part_of_the_commands_memory(tmp_path, monkey
         assert __main__.main() == 1
     assert seen == [300 << 20, (300 << 20) - held]
     assert f"holds {held} bytes, --memory is 9" in capsys.readouterr().err
+    monkeypatch.setattr(__main__, "free_memory", lambda: 280 << 20)  # a limit of 300 MiB, and an interpreter
+    monkeypatch.setattr("sys.argv", ["it", str(home), "--memory", "300MiB"])
+    assert __main__.main() == 1 and seen[2:] == [280 << 20]
+    assert f"of which {280 << 20} are free" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_command_without_a_traceback(monkeypatch, capsys):
