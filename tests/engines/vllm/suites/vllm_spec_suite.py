@@ -61,6 +61,8 @@ class Programmed:
 
     def __init__(self, spec, manager):
         self.spec, self.ours = spec, spec.ours.get_manager()
+        self.ours._words = ()  # of workers that a test may not have
+        self.ours._claims.computing = lambda names: None  # the programmed state knows no marks
         for name in ("lookup", "prepare_store", "complete_store", "complete_load", "on_new_request",
                      "on_request_finished", "on_schedule_end"):  # fmt: skip
             method = Through(return_value=getattr(manager, name).return_value)
