@@ -18,10 +18,11 @@ from kvclient.errors import InvalidArgument
 AXES = ("layer", "kv", "part")
 ALIGNMENT = 64  # bytes; of offsets in a region
 MAX_PARTS = 1 << 16
+MAX_PIECES = 2048  # of a block that is sealed in pieces; pieces that touch are one
 
 
 def elsewhere(place: np.ndarray, geometry: Geometry, tokens: int, length: int) -> str:
-    """Why a block with these buffers, [layer, kv, part, 2], cannot be sealed where it is; "" if it can."""
+    """Why its buffers do not lie as the layout says; "" if they do."""
     base = int(place[0, 0, 0, 0])
     if base % PAGE_BYTES:
         return f"it begins at {base}, no multiple of {PAGE_BYTES}"
@@ -35,6 +36,26 @@ def elsewhere(place: np.ndarray, geometry: Geometry, tokens: int, length: int) -
             at += size
         at = base + round_up(at - base, LAYER_ALIGN)
     return ""
+
+
+def where_it_lies(place: np.ndarray, geometry: Geometry, tokens: int, length: int) -> str | list[int]:
+    """Why a block with these buffers, [layer, kv, part, 2], cannot be sealed in place; or offset and size of
+    each of its pieces, none if it lies as its layout says."""
+    why = elsewhere(place, geometry, tokens, length)
+    if not why:
+        return []
+    return in_pieces(place, geometry, tokens) or f"{why}; apart, its buffers and layers must be whole pages"
+
+
+def in_pieces(place: np.ndarray, geometry: Geometry, tokens: int) -> list[int]:
+    """Offset and size of each piece that such a block can be sealed in; [] if it cannot."""
+    flat = place.reshape(-1, 2)
+    first = np.flatnonzero(np.append(True, flat[1:, 0] != flat[:-1].sum(1)))
+    pieces = np.stack([flat[first, 0], np.add.reduceat(flat[:, 1], first)], 1)
+    layers = [geometry.layer_length(layer, tokens) for layer in range(geometry.num_layers)]
+    if len(pieces) > MAX_PIECES or (pieces % PAGE_BYTES).any() or any(n % PAGE_BYTES for n in layers):
+        return []
+    return pieces.ravel().tolist()
 
 
 def in_order(buffers: Any, axes: Sequence[str], count: int) -> np.ndarray:

@@ -99,6 +99,48 @@ struct House {
   uint32_t sessions, layout = 0, owner = 0;
 };
 
+// A region of 500 MiB, and as many blocks in it as one message has, each in 64 pieces of a page that lie apart.
+void pieces() {
+  constexpr uint32_t kBlocks = kMaxKeysPerMessage, kPieces = 64, kPages = 2 * kBlocks * kPieces;
+  House house(kPages + 4 * kBlocks, 0);
+  Store& store = *house.store;
+  const uint32_t layout = store.register_layout(layout_blob(1, kPageBytes, kPieces));
+  const uint32_t page = store.register_layout(layout_blob(1, 1, 1));
+  auto owner = std::make_unique<Page>(store, 2 * kBlocks);
+  const CreateItem item{.key = key(1), .fingerprint = 7, .tokens = 1, .region_pages = kPages};
+  const Granted region = store.create({.owner = owner->id, .layout = page, .items = {&item, 1}})[0];
+  KV_INVARIANT(region.status == Grant::Granted);
+  std::vector<Publish> blocks;
+  for (uint32_t i = 0; i < kBlocks; ++i) {
+    Publish& block = blocks.emplace_back(Publish{{.key = key(100 + i), .tokens = kPieces}, 0, false});
+    for (uint64_t piece = 0; piece < kPieces; ++piece)
+      block.pieces.push_back({region.extent.offset + 2 * (piece * kBlocks + i) * kPageBytes, kPageBytes});
+  }
+  std::vector<TakeBack> back;
+  const auto publish = [&] {
+    back.clear();
+    for (const RegionChange& change : store.publish({.owner = owner->id, .layout = layout, .items = {}}, blocks)) {
+      KV_INVARIANT(change.status == static_cast<uint8_t>(Grant::Granted));
+      back.push_back({change.block, 7});
+    }
+  };
+  house.measure("1,024 blocks published in 64 pieces each", publish);
+  house.measure("1,024 such blocks taken back", [&] {
+    for (const RegionChange& change : store.take_back(owner->id, page, back))
+      KV_INVARIANT(change.status == static_cast<uint8_t>(Back::Taken));
+  });
+  publish();
+  house.measure("adopt them, and their region of 500 MiB", [&] {
+    house.store.reset();
+    house.store = house.segments.open(true);
+  });
+  house.store->check_integrity();
+  owner->unmap();
+  house.measure("the end of their owner", [&] { house.store->tick(); });
+  house.measure("flush them", [&] { house.store->flush(), house.store->settle(); });
+  KV_INVARIANT(house.store->stats().used_bytes == 0);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -143,5 +185,6 @@ int main(int argc, char** argv) {
   }
   house.fill();
   house.batches();
+  pieces();
   return 0;
 }

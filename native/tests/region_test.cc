@@ -25,18 +25,13 @@ Granted make_region(Rig& rig, uint64_t number, uint32_t pages, uint32_t by, uint
   return rig.store->create({.owner = by, .layout = region_layout(rig), .items = {&item, 1}})[0];
 }
 
-struct Keys {  // of parts, each once
-  uint64_t next = 2'000'000;
-  Key operator()() { return key(next++); }
-};
-
-RegionChange publish(Rig& rig, uint32_t by, uint64_t number, uint64_t offset, uint32_t pages, const Key& rest) {
-  const Publish item{{.key = key(number), .tokens = pages - 1}, offset, rest, true};
+RegionChange publish(Rig& rig, uint32_t by, uint64_t number, uint64_t offset, uint32_t pages) {
+  const Publish item{{.key = key(number), .tokens = pages - 1}, offset, true};
   return rig.store->publish({.owner = by, .layout = rig.layout, .items = {}}, {&item, 1})[0];
 }
 
-RegionChange take_back(Rig& rig, uint32_t by, Handle block, const Key& part, uint64_t region = kRegion) {
-  const TakeBack item{block, part, region};
+RegionChange take_back(Rig& rig, uint32_t by, Handle block, uint64_t region = kRegion) {
+  const TakeBack item{block, region};
   return rig.store->take_back(by, region_layout(rig), {&item, 1})[0];
 }
 
@@ -45,50 +40,49 @@ bool is(const RegionChange& change, Back back) { return change.status == static_
 
 }  // namespace
 
-TEST(a_block_in_the_middle_leaves_two_parts_and_gives_them_back) {
+TEST(a_block_in_the_middle_is_a_hole_until_it_is_given_back) {
   Rig rig(16 * kMiB, 64);
   Page client(*rig.store);
-  Keys part;
   const Granted region = make_region(rig, 0, 40, client.id);
   CHECK(region.status == Grant::Granted && region.extent.length == 40 * kPageBytes);
   const uint64_t used = rig.store->stats().used_bytes, at = region.extent.offset;
-  const RegionChange middle = publish(rig, client.id, 1, at + 10 * kPageBytes, 5, part());
-  CHECK(is(middle, Grant::Granted) && middle.opened.record != ~0u && middle.ended.record == ~0u);
+  const RegionChange middle = publish(rig, client.id, 1, at + 10 * kPageBytes, 5);
+  CHECK(is(middle, Grant::Granted));
   CHECK(rig.resident(1) && rig.store->lookup(key(1)).snapshot.extent.offset == at + 10 * kPageBytes);
   rig.store->check_integrity();
-  CHECK(is(publish(rig, client.id, 2, at + 8 * kPageBytes, 5, part()), Grant::NoSpace));   // reaches into it
-  CHECK(is(publish(rig, client.id, 2, at + 36 * kPageBytes, 5, part()), Grant::NoSpace));  // reaches out of the region
-  CHECK(is(publish(rig, client.id, 1, at, 5, part()), Grant::Exists));
-  CHECK(is(publish(rig, rig.owner, 2, at, 5, part()), Grant::NoSpace));  // another session's memory
-  CHECK_EQ(thrown([&] { publish(rig, client.id, 2, at + 1, 5, part()); }), Code::InvalidArgument);
-  CHECK_EQ(thrown([&] { publish(rig, client.id, 2, at, 1, part()); }), Code::InvalidArgument);
-  CHECK(is(publish(rig, client.id, 3, at, 10, part()), Grant::Granted));                    // all of the left part
-  CHECK(is(publish(rig, client.id, 4, at + 15 * kPageBytes, 25, part()), Grant::Granted));  // and of the right
-  CHECK_EQ(rig.store->stats().created, 0u);
+  CHECK(is(publish(rig, client.id, 2, at + 8 * kPageBytes, 5), Grant::NoSpace));   // reaches into it
+  CHECK(is(publish(rig, client.id, 2, at + 36 * kPageBytes, 5), Grant::NoSpace));  // reaches out of the region
+  CHECK(is(publish(rig, client.id, 1, at, 5), Grant::Exists));
+  CHECK(is(publish(rig, rig.owner, 2, at, 5), Grant::NoSpace));  // another session's memory
+  CHECK_EQ(thrown([&] { publish(rig, client.id, 2, at + 1, 5); }), Code::InvalidArgument);
+  CHECK_EQ(thrown([&] { publish(rig, client.id, 2, at, 1); }), Code::InvalidArgument);
+  CHECK(is(publish(rig, client.id, 3, at, 10), Grant::Granted));                    // all of the left part
+  CHECK(is(publish(rig, client.id, 4, at + 15 * kPageBytes, 25), Grant::Granted));  // and of the right
+  CHECK_EQ(rig.store->stats().created, 1u);                                         // the region, which has nothing left
+  CHECK_EQ(rig.store->stats().used_bytes, used);
   rig.store->check_integrity();
   const Handle block = rig.handle(1);
   const uint32_t place = client.pin(block);
   Page reader(*rig.store);
   const uint32_t theirs = reader.pin(block);
-  CHECK(is(take_back(rig, client.id, block, part()), Back::Held));
+  CHECK(is(take_back(rig, client.id, block), Back::Held));
   CHECK(!rig.resident(1));  // nobody finds it any more
   rig.store->tick();
   rig.store->check_integrity();
   CHECK_EQ(rig.store->stats().used_bytes, used);  // and nobody else gets it
   reader.clear(theirs);
   const uint32_t twice = client.pin({block.record, block.generation});
-  CHECK(is(take_back(rig, client.id, block, part()), Back::Held));
+  CHECK(is(take_back(rig, client.id, block), Back::Held));
   client.clear(twice);
-  CHECK(is(take_back(rig, reader.id, block, part()), Back::Gone));
-  CHECK(is(take_back(rig, client.id, block, part()), Back::Taken));
+  CHECK(is(take_back(rig, reader.id, block), Back::Gone));
+  CHECK(is(take_back(rig, client.id, block), Back::Taken));
   client.clear(place);
-  CHECK(is(take_back(rig, client.id, block, part()), Back::Gone));
+  CHECK(is(take_back(rig, client.id, block), Back::Gone));
   rig.store->check_integrity();
-  CHECK(is(take_back(rig, client.id, rig.handle(3), part()), Back::Taken));
-  CHECK(is(take_back(rig, client.id, rig.handle(4), part()), Back::Taken));
+  CHECK(is(take_back(rig, client.id, rig.handle(3)), Back::Taken));
+  CHECK(is(take_back(rig, client.id, rig.handle(4)), Back::Taken));
   rig.store->check_integrity();
-  CHECK_EQ(rig.store->stats().created, 1u);  // in one piece again
-  CHECK(is(publish(rig, client.id, 5, at, 40, part()), Grant::Granted));
+  CHECK(is(publish(rig, client.id, 5, at, 40), Grant::Granted));
   CHECK_EQ(rig.store->stats().used_bytes, used);
   client.unmap();
   rig.store->end_session(client.id);
@@ -100,9 +94,8 @@ TEST(a_block_in_the_middle_leaves_two_parts_and_gives_them_back) {
   rig.store->check_integrity();
 }
 
-// Only what is published is new: not the region, nor the parts that are left of it.
-// Whoever reads a block goes by its layout. So a run, whose length is its client's word, is never one.
-TEST(no_run_of_a_region_becomes_a_block_longer_than_it_is) {
+// Whoever reads a block goes by its layout. So a region, whose length is its client's word, is never one.
+TEST(no_region_becomes_a_block_longer_than_it_is) {
   Rig rig(16 * kMiB, 64);
   Page client(*rig.store);
   const uint32_t large = rig.store->register_layout(layout_blob(1, 4096 * kPageBytes, 4096));
@@ -111,9 +104,27 @@ TEST(no_run_of_a_region_becomes_a_block_longer_than_it_is) {
   const Granted region = make_region(rig, 0, 40, client.id);
   const Seal seal{region.handle, true};
   CHECK(rig.store->seal(client.id, {&seal, 1})[0] == Done::Stale);
-  const TakeBack block{region.handle, key(2), kRegion};
+  const TakeBack block{region.handle, kRegion};
   CHECK_EQ(thrown([&] { rig.store->take_back(client.id, large, {&block, 1}); }), Code::InvalidArgument);
   CHECK(!rig.resident(1'000'000));
+  rig.store->check_integrity();
+}
+
+// A page that was published and evicted is another's; a region of that page alone would read it.
+TEST(a_region_that_gave_its_page_away_is_no_block) {
+  Rig rig(16 * kMiB, 64);
+  Page client(*rig.store);
+  const uint32_t page = rig.store->register_layout(layout_blob(1, 1, 1));
+  const Granted region = make_region(rig, 0, 1, client.id);
+  const Publish item{{.key = key(1), .tokens = 1}, region.extent.offset, false};
+  CHECK(is(rig.store->publish({.owner = client.id, .layout = page, .items = {}}, {&item, 1})[0], Grant::Granted));
+  const Seal seal{region.handle, false};
+  CHECK(rig.store->seal(client.id, {&seal, 1})[0] == Done::Stale);
+  CHECK(!rig.resident(1'000'000));
+  CHECK(rig.store->remove(key(1)));
+  rig.store->settle();
+  CHECK_EQ(rig.store->stats().used_bytes, 0u);
+  CHECK(rig.store->seal(client.id, {&seal, 1})[0] == Done::Stale);
   rig.store->check_integrity();
 }
 
@@ -121,18 +132,17 @@ TEST(no_run_of_a_region_becomes_a_block_longer_than_it_is) {
 TEST(nothing_is_published_beyond_the_end_of_an_open_block) {
   Rig rig(16 * kMiB, 64);
   Page client(*rig.store);
-  Keys part;
   const CreateItem item{.key = key(1), .tokens = 32};
   const Granted open = rig.store->create({.owner = client.id, .layout = rig.layout, .items = {&item, 1}})[0];
   CHECK_EQ(open.extent.length, 33 * kPageBytes);
-  CHECK(is(publish(rig, client.id, 2, open.extent.offset, 34, part()), Grant::NoSpace));
+  CHECK(is(publish(rig, client.id, 2, open.extent.offset, 34), Grant::NoSpace));
   rig.store->check_integrity();
 }
 
+// Only what is published is new: not the region.
 TEST(parts_of_a_region_are_no_time_for_the_others_uses) {
   Rig rig(16 * kMiB, 1024);
   Page client(*rig.store);
-  Keys part;
   const auto half_lives = [&] {
     return touch(*rig.store, key(1)), static_cast<double>(rig.store->header().score_ns.load()) / 3.6e12;
   };
@@ -141,32 +151,30 @@ TEST(parts_of_a_region_are_no_time_for_the_others_uses) {
   const Granted region = make_region(rig, 0, 2048, client.id);
   CHECK(region.status == Grant::Granted);
   for (uint64_t i = 0; i < 20; ++i)
-    CHECK(is(publish(rig, client.id, 10 + i, region.extent.offset + (100 * i + 50) * kPageBytes, 3, part()), Grant::Granted));
+    CHECK(is(publish(rig, client.id, 10 + i, region.extent.offset + (100 * i + 50) * kPageBytes, 3), Grant::Granted));
   CHECK(half_lives() - before < 0.2);
 }
 
 TEST(two_regions_that_touch_stay_two) {
   Rig rig(16 * kMiB, 64);
   Page client(*rig.store);
-  Keys part;
   const auto unit = static_cast<uint32_t>(StoreTest::arena(*rig.store).unit_bytes() / kPageBytes);
   const Granted first = make_region(rig, 0, unit, client.id, 1), second = make_region(rig, 1, unit, client.id, 2);
   CHECK_EQ(first.extent.end(), second.extent.offset);
-  CHECK(is(publish(rig, client.id, 1, first.extent.end() - 2 * kPageBytes, 4, part()), Grant::NoSpace));
-  CHECK(is(publish(rig, client.id, 1, first.extent.offset, unit, part()), Grant::Granted));
-  CHECK(is(take_back(rig, client.id, rig.handle(1), part(), 1), Back::Taken));
+  CHECK(is(publish(rig, client.id, 1, first.extent.end() - 2 * kPageBytes, 4), Grant::NoSpace));
+  CHECK(is(publish(rig, client.id, 1, first.extent.offset, unit), Grant::Granted));
+  CHECK(is(take_back(rig, client.id, rig.handle(1), 1), Back::Taken));
   CHECK_EQ(rig.store->stats().created, 2u);
   rig.store->check_integrity();
 }
 
-// Sealed ones survive the daemon, the rest waits for its owner's end; a pool that was adopted is cut as before.
+// Sealed ones survive the daemon, the rest is its owner's as long as that lives; a pool that was adopted is cut as before.
 TEST(adopted_with_a_region_in_it) {
   Rig rig(16 * kMiB, 256);
   Page client(*rig.store);
-  Keys part;
   const Granted region = make_region(rig, 0, 600, client.id);
   for (uint64_t i = 0; i < 60; i += 2)
-    CHECK(is(publish(rig, client.id, i, region.extent.offset + i * 10 * kPageBytes, 9, part()), Grant::Granted));
+    CHECK(is(publish(rig, client.id, i, region.extent.offset + i * 10 * kPageBytes, 9), Grant::Granted));
   const Handle block = rig.handle(4);
   const uint32_t place = client.pin(block);
   const uint64_t used = rig.store->stats().used_bytes;
@@ -175,17 +183,18 @@ TEST(adopted_with_a_region_in_it) {
   CHECK_EQ(rig.store->stats().used_bytes, used);
   for (uint64_t i = 0; i < 60; ++i) CHECK_EQ(rig.resident(i), i % 2 == 0);
   CHECK(rig.store->resume_session(client.id, client.token(), 1, ::geteuid()));
-  CHECK(is(publish(rig, client.id, 100, region.extent.offset + 10 * kPageBytes, 9, part()), Grant::NoSpace));
-  CHECK(is(take_back(rig, client.id, block, part()), Back::Taken));
+  CHECK(is(publish(rig, client.id, 100, region.extent.offset + 10 * kPageBytes, 9), Grant::Granted));  // it goes on
+  CHECK(is(take_back(rig, client.id, block), Back::Taken));
   client.clear(place);
   rig.store->check_integrity();
-  CHECK(is(publish(rig, client.id, 101, region.extent.offset + 40 * kPageBytes, 9, part()), Grant::Granted));
+  CHECK(is(publish(rig, client.id, 101, region.extent.offset + 40 * kPageBytes, 9), Grant::Granted));
   rig.store->check_integrity();
+  CHECK_EQ(rig.store->stats().used_bytes, used);
   client.unmap();
   rig.store->end_session(client.id);
   rig.store->tick();
   rig.store->check_integrity();
-  CHECK_EQ(rig.store->stats().used_bytes, 30 * 9 * kPageBytes);
+  CHECK_EQ(rig.store->stats().used_bytes, 31 * 9 * kPageBytes);
   rig.store->flush();
   rig.store->tick();
   CHECK_EQ(rig.store->stats().used_bytes, 0u);
@@ -214,7 +223,7 @@ struct World {
   void publish_any() {
     const auto pages = static_cast<uint32_t>(2 + random() % 30), first = static_cast<uint32_t>(random() % kPages);
     const uint64_t number = next++;
-    const RegionChange said = publish(rig, client.id, number, region.extent.offset + first * kPageBytes, pages, part());
+    const RegionChange said = publish(rig, client.id, number, region.extent.offset + first * kPageBytes, pages);
     const bool fits = first + pages <= kPages && !overlaps(first, pages);
     if (is(said, Grant::Granted)) {
       CHECK(fits);
@@ -225,7 +234,7 @@ struct World {
   }
   void take_any() {
     const auto at = some();
-    const RegionChange said = take_back(rig, client.id, at->second.handle, part());
+    const RegionChange said = take_back(rig, client.id, at->second.handle);
     CHECK(!rig.resident(at->first));
     hidden.insert(at->first);
     if (!is(said, Back::Taken)) {
@@ -271,7 +280,6 @@ struct World {
 
   Rig rig;
   Page client{*rig.store, 256}, reader{*rig.store, 256};
-  Keys part;
   std::mt19937_64 random;
   Granted region;
   std::map<uint64_t, Block> mine;

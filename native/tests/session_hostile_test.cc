@@ -10,6 +10,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <filesystem>
 #include <random>
@@ -185,6 +186,21 @@ TEST(malformed_messages_are_answered_or_end_their_own_session) {
   CHECK_EQ(get(*honest, key(1))->hits(), 1u);  // the others saw nothing of it
 }
 
+std::vector<uint8_t> random_pieces(std::mt19937_64& random, uint32_t count) {  // some are a region's
+  std::vector<uint8_t> message, behind;
+  protocol::append(message, protocol::RegionHead{0, 35, static_cast<uint32_t>(random() % 2), 0});
+  for (uint32_t k = 0; k < count; ++k) {
+    const auto pieces = static_cast<uint32_t>(random() % 5);
+    protocol::append(message, protocol::PiecesItem{key(random() % 8 + 100), random() % 8 ? pieces : 2, pieces, 0, 0});
+    for (uint32_t piece = 0; piece < pieces; ++piece) {
+      const uint64_t word = Extent{random() % 400 * kPageBytes, (random() % 8 ? 1 : random() % 3) * kPageBytes}.pack();
+      protocol::append(behind, random() % 32 ? word : random());
+    }
+  }
+  message.insert(message.end(), behind.begin(), behind.end());
+  return message;
+}
+
 TEST(random_messages_leave_the_daemon_as_it_was) {
   Daemon daemon(16 * kMiB, 256, 64);
   auto honest = daemon.client();
@@ -198,7 +214,7 @@ TEST(random_messages_leave_the_daemon_as_it_was) {
     }
     std::vector<uint8_t> message;
     auto op = static_cast<uint16_t>(1 + random() % static_cast<uint16_t>(Op::kLast));
-    if (random() % 4 == 0) op = static_cast<uint16_t>(random() % 2 ? Op::Publish : Op::TakeBack);
+    if (random() % 4 == 0) op = static_cast<uint16_t>(std::array{Op::Publish, Op::TakeBack, Op::PublishPieces}[random() % 3]);
     const auto count = static_cast<uint32_t>(random() % 4 ? random() % 4 : random());
     protocol::append(message, protocol::Request{random() % 50 ? protocol::kMagic : 0, op, 0, count, 1});
     if (op == static_cast<uint16_t>(Op::Create) && random() % 2) {
@@ -217,6 +233,8 @@ TEST(random_messages_leave_the_daemon_as_it_was) {
           protocol::append(message, protocol::TakeBackItem{key(random() % 8 + 116), random() % 2,
                                                            static_cast<uint32_t>(random() % 40), 0, 1 + random() % 40});
       }
+    } else if (op == static_cast<uint16_t>(Op::PublishPieces) && random() % 8) {
+      protocol::append(message, random_pieces(random, std::min(count, 4u)));
     } else {
       for (uint64_t k = random() % 64; k > 0; --k)
         protocol::append(message, static_cast<uint32_t>(random() % 3 ? random() % 4 : random()));

@@ -256,6 +256,7 @@ std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previou
   for (;;) {
     std::vector<uint8_t> body;
     protocol::append(body, attach);
+    protocol_.store(attach.version, std::memory_order_relaxed);
     try {
       return first_exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
     } catch (const Error& error) {  // a daemon of before: the newest version that both speak
@@ -297,6 +298,7 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
     kept.socket_ = std::move(socket);
     std::copy(std::begin(reply.salt), std::end(reply.salt), kept.salt_.begin());
     kept.epoch_.store(reply.epoch, std::memory_order_relaxed);
+    kept.protocol_.store(fresh->protocol(), std::memory_order_relaxed);
     kept.connected_.store(true, std::memory_order_release);
     return previous;
   }

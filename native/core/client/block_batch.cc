@@ -44,7 +44,10 @@ void BlockBatch::close() {
     else if (item.holders.fetch_sub(1, std::memory_order_acq_rel) != 1)
       continue;
     slots.push_back(item.slot);
-    uses.add(item.at.extent);
+    if (item.at.extent.in_pieces())
+      unmap(static_cast<size_t>(&item - items_.data()));
+    else
+      uses.add(item.at.extent);
   }
   if (!slots.empty()) attachment_->board->clear(slots);
 }
@@ -71,8 +74,27 @@ void BlockBatch::hold(size_t i) {
 // A child's copy must not clear its parent's pins.
 void BlockBatch::let_go(size_t i) {
   if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) != 1 || attachment_->foreign()) return;
-  attachment_->tables->used(items_[i].at.extent);
+  if (items_[i].at.extent.in_pieces())
+    unmap(i);
+  else
+    attachment_->tables->used(items_[i].at.extent);
   attachment_->board->clear({&items_[i].slot, 1});
+}
+
+std::vector<Extent> BlockBatch::pieces(size_t i) const {
+  const Extent& at = items_[i].at.extent;
+  return at.in_pieces() ? attachment_->index.pieces(at, attachment_->pool_bytes()) : std::vector<Extent>{at};
+}
+
+const std::byte* BlockBatch::mapped(size_t i) const {
+  const std::lock_guard lock(mapped_mutex_);
+  if (const auto known = mapped_.find(i); known != mapped_.end()) return known->second.data();
+  return mapped_.try_emplace(i, attachment_->readable(0), pieces(i)).first->second.data();
+}
+
+void BlockBatch::unmap(size_t i) {
+  const std::lock_guard lock(mapped_mutex_);
+  mapped_.erase(i);
 }
 
 void BlockBatch::give_up(size_t i) {

@@ -10,11 +10,13 @@
 
 #include "core/base/atomics.h"
 #include "core/base/checksum.h"
-#include "core/base/copy.h"
 #include "core/base/error.h"
+#include "core/format/meta.h"
 
 namespace kv {
 namespace {
+
+constexpr size_t kSealBytes = 64 << 10;  // of one message, before its last block: that has at most 20 KiB
 
 // One byte a token: its blocks say themselves how long they are.
 std::vector<uint8_t> region_layout() {
@@ -29,12 +31,6 @@ Key random_key() {
   Key key;
   for (uint64_t& word : key.words) word = uint64_t{device()} << 32 | device();
   return key;
-}
-
-// Does any of these runs, offset to end, have a byte of it?
-bool touches(const std::map<uint64_t, uint64_t>& runs, uint64_t offset, uint64_t length) {
-  const auto next = runs.upper_bound(offset);
-  return (next != runs.end() && next->first < offset + length) || (next != runs.begin() && std::prev(next)->second > offset);
 }
 
 }  // namespace
@@ -83,6 +79,43 @@ void Region::finish(const Layout& layout, const Wanted& block) {
   std::memcpy(bytes + behind, sums.data(), 4 * sums.size());
 }
 
+// Of one in pieces.
+std::vector<uint32_t> Region::checksums(const Layout& layout, const Wanted& block) const {
+  std::vector<uint32_t> sums(layout.num_layers());
+  for (uint32_t layer = 0; layer < layout.num_layers(); ++layer)
+    each_stretch(block.pieces, layout.layer_offset(layer, block.tokens), layout.layer_bytes(layer, block.tokens),
+                 [&](uint64_t at, uint64_t bytes) { return sums[layer] = crc32c(data() + at, bytes, sums[layer]), true; });
+  return sums;
+}
+
+// Where it lies in the region. Throws InvalidArgument if it cannot.
+std::vector<Extent> Region::places(const Layout& layout, const Wanted& block) const {
+  const auto refuse = [](const std::string& why) { throw Error(Code::InvalidArgument, why); };
+  if (block.tokens < 1 || block.tokens > layout.block_tokens)
+    refuse("tokens is " + std::to_string(block.tokens) + "; it must be 1 to " + std::to_string(layout.block_tokens));
+  const bool apart = !block.pieces.empty();
+  std::vector<Extent> out = block.pieces;
+  if (!apart) out.push_back({block.offset, layout.extent_bytes(block.tokens)});
+  uint64_t bytes = 0;
+  for (const Extent& at : out) {
+    if ((at.offset | at.length) % kPageBytes || at.length > extent_.length || at.offset > extent_.length - at.length ||
+        at.length == 0)
+      refuse(std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are not inside the region of " +
+             std::to_string(extent_.length) + ", or begin or end within a page");
+    bytes += at.length;
+  }
+  if (!apart) return out;
+  if (out.size() > kMaxPieces || !layout.in_whole_pages(block.tokens) || bytes != layout.layers_bytes(block.tokens))
+    refuse(std::to_string(out.size()) + " pieces of " + std::to_string(bytes) + " bytes; they must be " +
+           std::to_string(kMaxPieces) + " at most and " + std::to_string(layout.layers_bytes(block.tokens)) +
+           " bytes, each layer whole pages");
+  std::vector<Extent> sorted = out;
+  std::sort(sorted.begin(), sorted.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < sorted.size(); ++i)
+    if (sorted[i - 1].end() > sorted[i].offset) refuse("two pieces of the block overlap");
+  return out;
+}
+
 bool Region::is_sealed(uint64_t offset, uint64_t length) {
   const std::lock_guard lock(mutex_);
   return touches(runs_, offset, length);
@@ -105,19 +138,19 @@ void Region::pin(const std::vector<std::pair<Key, Sealed>>& fresh) {
   std::vector<uint32_t> pages, slots(fresh.size()), lost;
   for (const auto& [key, sealed] : fresh) {
     pins.push_back(pin_word(sealed.block.record, sealed.block.generation));
-    pages.push_back(static_cast<uint32_t>(sealed.length / kPageBytes));
+    pages.push_back(sealed.pages);
   }
   const size_t taken = attachment_->take_pins(pins, pages, slots.data());
   fence_full();
   for (size_t i = 0; i < fresh.size(); ++i) {
-    runs_.emplace(fresh[i].second.offset, fresh[i].second.offset + fresh[i].second.length);
+    for (const Extent& at : fresh[i].second.pieces) runs_.emplace(at.offset, at.end());
     const Handle block = fresh[i].second.block;
     const bool held = i < taken && attachment_->board->allowance().covers(slots[i], pages[i]) &&
                       attachment_->index.control(block.record).generation() == block.generation;
     Sealed sealed = fresh[i].second;
     sealed.slot = held ? slots[i] : PinBoard::kNoSlot;
     if (i < taken && !held) lost.push_back(slots[i]);
-    sealed_.insert_or_assign(fresh[i].first, sealed);
+    sealed_.insert_or_assign(fresh[i].first, std::move(sealed));
   }
   if (!lost.empty()) attachment_->board->clear(lost);
 }
@@ -130,151 +163,90 @@ std::vector<Region::Sealing> Region::seal(uint32_t layout_id, std::span<const Wa
   if (!attachment_->connected() || !attachment_->current()) return out;
   const Attachment::Known known = attachment_->layout(layout_id);
   const Layout& layout = known->layout;
-  std::vector<size_t> which;
-  std::map<uint64_t, uint64_t> here;  // of this call: where each ends
+  std::vector<size_t> whole, apart;
+  Runs here;  // of this call
   for (size_t i = 0; i < blocks.size(); ++i) {
     const Wanted& block = blocks[i];
-    if (block.tokens < 1 || block.tokens > layout.block_tokens)
-      throw Error(Code::InvalidArgument,
-                  "tokens is " + std::to_string(block.tokens) + "; it must be 1 to " + std::to_string(layout.block_tokens));
-    const uint64_t bytes = layout.extent_bytes(block.tokens);
-    if (block.offset % kPageBytes || bytes > extent_.length || block.offset > extent_.length - bytes)
-      throw Error(Code::InvalidArgument, std::to_string(bytes) + " bytes at " + std::to_string(block.offset) +
-                                             " are not inside the region of " + std::to_string(extent_.length) +
-                                             ", or begin within a page");
-    if (touches(runs_, block.offset, bytes) || touches(here, block.offset, bytes)) continue;  // sealed: not to be written to
-    if (sealed_.contains(block.key)) continue;  // its memory of before could not be given back any more
-    here.emplace(block.offset, block.offset + bytes);
-    which.push_back(i);
-  }
-  for (size_t first = 0; first < which.size(); first += kMaxKeysPerMessage) {
-    const auto part = std::span(which).subspan(first, std::min<size_t>(kMaxKeysPerMessage, which.size() - first));
-    std::vector<uint8_t> body;
-    protocol::append(body, protocol::RegionHead{layout_id, priority, ttl_s, 0});
-    for (const size_t i : part) {
-      finish(layout, blocks[i]);
-      protocol::append(
-          body, protocol::PublishItem{blocks[i].key, extent_.offset + blocks[i].offset, blocks[i].tokens, 1, random_key()});
-    }
-    std::vector<std::pair<Key, Sealed>> fresh;
-    const auto take = [&](std::span<const uint8_t> answer) {
-      protocol::Reader reader(answer);
-      for (const size_t i : part) {
-        const auto change = reader.take<protocol::RegionItem>();
-        if (!reader.ok()) throw Error(Code::Detached, "the daemon's answer about a region cannot be read");
-        out[i] = static_cast<Sealing>(change.status);
-        follow(change);
-        if (out[i] == Sealing::Sealed)
-          fresh.push_back(
-              {blocks[i].key, {{change.record, change.generation}, blocks[i].offset, layout.extent_bytes(blocks[i].tokens), 0}});
-      }
+    const std::vector<Extent> its = places(layout, block);
+    const auto taken = [&](const Extent& at) {
+      return touches(runs_, at.offset, at.length) || touches(here, at.offset, at.length);
     };
-    bool sent = false;
-    try {
-      attachment_->ask(protocol::Op::Publish, static_cast<uint32_t>(part.size()), body, [&] { sent = true; }, take);
-    } catch (const Error& error) {
-      const bool unknown = sent && (error.code == Code::Detached || error.code == Code::DeadlineExceeded);
-      if (!unknown && first == 0) throw;
-      if (unknown)
-        for (const size_t i : part) lose(blocks[i].offset, layout.extent_bytes(blocks[i].tokens)), out[i] = Sealing::Lost;
-      return out;
+    if (std::any_of(its.begin(), its.end(), taken)) continue;  // sealed: not to be written to
+    if (sealed_.contains(block.key)) continue;                 // its memory of before could not be given back any more
+    const uint64_t behind = layout.extent_bytes(block.tokens) - layout.layers_bytes(block.tokens);
+    if (!block.pieces.empty() && (attachment_->protocol() < protocol::kVersionPieces || behind > kMaxBehind)) continue;
+    for (const Extent& at : its) here.emplace(at.offset, at.end());
+    (block.pieces.empty() ? whole : apart).push_back(i);
+  }
+  const protocol::RegionHead head{layout_id, priority, ttl_s, 0};
+  bool asked = false;
+  for (const auto* which : {&whole, &apart})
+    for (size_t first = 0, count; first < which->size(); first += count) {
+      count = 0;
+      for (size_t bytes = 0; first + count < which->size() && count < kMaxKeysPerMessage && bytes < kSealBytes; ++count)
+        bytes += 8 * blocks[(*which)[first + count]].pieces.size() + 4 * layout.num_layers() + sizeof(protocol::PublishItem);
+      try {
+        if (!ask_to_seal(head, layout, blocks, std::span(*which).subspan(first, count), out)) return out;
+      } catch (const Error&) {
+        if (!asked) throw;
+        return out;
+      }
+      asked = true;
     }
-    pin(fresh);
-  }
   return out;
 }
 
-// The daemon may have made it a block, and more parts of what was around it: a session that is resumed names those it knows of,
-// and the memory of the others would be given to anybody while our allocator writes to it.
-void Region::lose(uint64_t offset, uint64_t length) {
-  runs_.emplace(offset, offset + length);
-  attachment_->never_resume();
-}
-
-std::string Region::refusal(std::span<const Extent> buffers) const {
-  for (const Extent& at : buffers) {
-    if (at.length < 1 || at.length > length_ || at.offset > length_ - at.length)
-      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are not inside the region of " +
-             std::to_string(length_);
-    if (at.offset % kBufferAlign)
-      return "offset " + std::to_string(at.offset) + " is no multiple of " + std::to_string(kBufferAlign);
+// False: the daemon does not answer any more. Throws what it refused it for.
+bool Region::ask_to_seal(const protocol::RegionHead& head, const Layout& layout, std::span<const Wanted> blocks,
+                         std::span<const size_t> part, std::vector<Sealing>& out) {
+  const bool apart = !blocks[part[0]].pieces.empty();
+  std::vector<uint8_t> body, behind;
+  protocol::append(body, head);
+  for (const size_t i : part) {
+    const Wanted& block = blocks[i];
+    if (!apart) {
+      finish(layout, block);
+      protocol::append(body, protocol::PublishItem{block.key, extent_.offset + block.offset, block.tokens, 1, random_key()});
+      continue;
+    }
+    const auto pieces = static_cast<uint32_t>(block.pieces.size());
+    protocol::append(body, protocol::PiecesItem{block.key, block.tokens, pieces, layout.num_layers(), 0});
+    for (const Extent& at : block.pieces) protocol::append(behind, Extent{extent_.offset + at.offset, at.length}.pack());
+    protocol::append(behind, checksums(layout, block));
   }
-  std::vector<Extent> all(buffers.begin(), buffers.end());
-  std::sort(all.begin(), all.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
-  for (size_t i = 1; i < all.size(); ++i)
-    if (all[i - 1].offset + all[i - 1].length > all[i].offset) return "two buffers of the block overlap";
-  return "";
-}
-
-std::string Region::refusal_to_load(const BlockBatch::Item& item, uint32_t first, const Buffers& layers, Runs& filled) const {
-  const uint64_t stop = uint64_t{first} + layers.size();
-  if (stop > item.layout->num_layers())
-    return "layers up to " + std::to_string(stop) + "; the block has " + std::to_string(item.layout->num_layers());
-  std::vector<Extent> all;
-  for (const std::vector<Extent>& buffers : layers) all.insert(all.end(), buffers.begin(), buffers.end());
-  if (std::string why = refusal(all); !why.empty()) return why;
-  for (const Extent& at : all)
-    if (touches(runs_, at.offset, at.length) || touches(filled, at.offset, at.length))
-      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are of a block that is " +
-             (touches(runs_, at.offset, at.length) ? "sealed there" : "loaded there in this call");
-  for (size_t i = 0; i < layers.size(); ++i) {
-    uint64_t have = 0;
-    for (const Extent& at : layers[i]) have += at.length;
-    const uint32_t layer = first + static_cast<uint32_t>(i);
-    if (const uint64_t want = item.layout->layer_bytes(layer, item.at.shape.tokens); have != want)
-      return "layer " + std::to_string(layer) + ": " + std::to_string(have) + " bytes in its buffers, " + std::to_string(want) +
-             " in the block";
-  }
-  for (const Extent& at : all) filled.emplace(at.offset, at.offset + at.length);
-  return "";
-}
-
-std::vector<Region::Answer> Region::load(BlockBatch& batch, uint32_t first, std::span<const Buffers> blocks) {
-  const std::lock_guard lock(mutex_);  // nothing is sealed or given back meanwhile
-  if (closed_) throw Error(Code::Closed, "the region was given back");
-  if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
-  for (size_t i = 0; i < blocks.size(); ++i)
-    if (batch.item(i).state == ItemState::Exhausted) throw Error(Code::PinsExhausted, batch.attachment().exhausted());
-  std::vector<Answer> out;
-  Runs filled;
-  for (size_t i = 0; i < blocks.size(); ++i) out.push_back(load_one(batch, i, first, blocks[i], filled));
-  return out;
-}
-
-Region::Answer Region::load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled) {
-  const BlockBatch::Item& item = batch.item(i);
-  if (item.state != ItemState::Hit) return {Loaded::Missing, ""};
-  if (std::string why = refusal_to_load(item, first, layers, filled); !why.empty()) return {Loaded::Refused, std::move(why)};
+  body.insert(body.end(), behind.begin(), behind.end());
+  std::vector<std::pair<Key, Sealed>> fresh;
+  const auto take = [&](std::span<const uint8_t> answer) {
+    protocol::Reader reader(answer);
+    for (const size_t i : part) {
+      const auto change = reader.take<protocol::RegionItem>();
+      if (!reader.ok()) throw Error(Code::Detached, "the daemon's answer about a region cannot be read");
+      out[i] = static_cast<Sealing>(change.status);
+      follow(change);
+      const auto pages = static_cast<uint32_t>(layout.extent_bytes(blocks[i].tokens) / kPageBytes);
+      if (out[i] == Sealing::Sealed)
+        fresh.push_back({blocks[i].key, {{change.record, change.generation}, places(layout, blocks[i]), pages, 0}});
+    }
+  };
+  bool sent = false;
   try {
-    batch.hold(i);
+    attachment_->ask(
+        apart ? protocol::Op::PublishPieces : protocol::Op::Publish, static_cast<uint32_t>(part.size()), body,
+        [&] { sent = true; }, take);
   } catch (const Error& error) {
-    if (error.code != Code::BlockLost) throw;
-    return {Loaded::Lost, error.what()};
+    if (!sent || (error.code != Code::Detached && error.code != Code::DeadlineExceeded)) throw;
+    for (const size_t i : part) lose(places(layout, blocks[i])), out[i] = Sealing::Lost;
+    return false;
   }
-  struct Held {
-    BlockBatch& batch;
-    size_t i;
-    ~Held() { batch.let_go(i); }
-  } const held{batch, i};
-  const uint32_t ready = batch.layers_ready(i);
-  if (ready < first + layers.size()) {
-    if (batch.lost(i)) return {Loaded::Lost, "the block's writer ended before it was whole"};
-    return {Loaded::Pending, "of the followed block " + std::to_string(ready) + " layers are there"};
-  }
-  for (uint32_t layer = first; layer < first + layers.size(); ++layer) {
-    const std::byte* from = batch.bytes(i) + item.layout->layer_offset(layer, item.at.shape.tokens);
-    const std::optional<uint32_t> expected = batch.checksum(i, layer);
-    uint32_t sum = 0;
-    for (const Extent& at : layers[layer - first]) {
-      if (expected)
-        sum = copy_and_sum(data() + at.offset, from, at.length, sum);
-      else
-        copy_stream(data() + at.offset, from, at.length);
-      from += at.length;
-    }
-    if (expected && sum != *expected) return {Loaded::Corrupt, "layer " + std::to_string(layer) + " has a wrong checksum"};
-  }
-  return {Loaded::Yes, ""};
+  pin(fresh);
+  return true;
+}
+
+// The daemon may have made it a block, and, an older one, more parts of what was around it: a session that is resumed names those
+// it knows of, and the memory of the others would be given to anybody while our allocator writes to it.
+void Region::lose(std::span<const Extent> pieces) {
+  for (const Extent& at : pieces) runs_.emplace(at.offset, at.end());
+  attachment_->never_resume();
 }
 
 std::vector<Back> Region::give_back(std::span<const Key> keys) {
@@ -305,7 +277,8 @@ std::vector<Back> Region::give_back(std::span<const Key> keys) {
         out[i] = static_cast<Back>(change.status);
         if (out[i] == Back::Held) continue;
         // Of memory that is gone the run stays as it is: it will be another's.
-        if (out[i] == Back::Taken) runs_.erase(at->second.offset);
+        if (out[i] == Back::Taken)
+          for (const Extent& piece : at->second.pieces) runs_.erase(piece.offset);
         if (at->second.slot != PinBoard::kNoSlot) slots.push_back(at->second.slot);
         sealed_.erase(at);
       }

@@ -40,14 +40,16 @@ class Region {
     Key key;
     uint64_t offset;  // in the region, a multiple of a page
     uint32_t tokens;
+    std::vector<Extent> pieces = {};  // then it lies there, and not at the offset: its layers, one behind the other
   };
   // As Grant; Lost: the daemon was asked and did not answer. It may have sealed the block, whose memory counts as sealed from
   // then on and is no part of the region any more.
   enum class Sealing : uint8_t { Sealed, Exists, Pending, NoSpace, Lost };
   // Seals blocks that lie at their offsets as their layout says: layer after layer, each on a multiple of kLayerAlign. The pads
-  // and what stands behind the layers, up to extent_bytes(), are the block's too and are written here. `layout` is of this
-  // region's attachment. NoSpace: cannot be sealed in place: part of it or its key was sealed here already and not given back, or
-  // the daemon was another since.
+  // and what stands behind the layers, up to extent_bytes(), are the block's too and are written here. Or that lie in pieces, of
+  // whole pages all, as their layers must be: nothing is written here then. `layout` is of this region's attachment. NoSpace:
+  // cannot be sealed in place: part of it or its key was sealed here already and not given back, the daemon was another since,
+  // or, in pieces, is an older one. Throws InvalidArgument: tokens, or where it lies; Closed; Detached in a forked child.
   std::vector<Sealing> seal(uint32_t layout, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s);
   // Afterwards nobody finds them; Taken: the memory is the allocator's. Held: ask again later. Gone: it will not be.
   std::vector<Back> give_back(std::span<const Key> keys);
@@ -63,18 +65,24 @@ class Region {
  private:
   struct Sealed {
     Handle block;
-    uint64_t offset, length;
-    uint32_t slot;  // of its pin
+    std::vector<Extent> pieces;
+    uint32_t pages;  // of the block
+    uint32_t slot;   // of its pin
   };
   struct KeyLess {
     bool operator()(const Key& a, const Key& b) const { return a.words < b.words; }
   };
-  using Runs = std::map<uint64_t, uint64_t>;  // offset to end
+  using Runs = std::map<uint64_t, uint64_t>;                                // offset to end
+  static bool touches(const Runs& runs, uint64_t offset, uint64_t length);  // has any of them a byte of it?
   std::string refusal_to_load(const BlockBatch::Item& item, uint32_t first, const Buffers& layers, Runs& filled) const;
   Answer load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled);
+  std::vector<Extent> places(const Layout& layout, const Wanted& block) const;
   void finish(const Layout& layout, const Wanted& block);
+  std::vector<uint32_t> checksums(const Layout& layout, const Wanted& block) const;
+  bool ask_to_seal(const protocol::RegionHead& head, const Layout& layout, std::span<const Wanted> blocks,
+                   std::span<const size_t> part, std::vector<Sealing>& out);
   void follow(const protocol::RegionItem& change);
-  void lose(uint64_t offset, uint64_t length);
+  void lose(std::span<const Extent> pieces);
   void pin(const std::vector<std::pair<Key, Sealed>>& fresh);
 
   std::shared_ptr<Attachment> attachment_;

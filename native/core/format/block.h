@@ -64,6 +64,10 @@ std::string_view name(Event event);
 
 inline constexpr uint32_t kFormatVersion = 4;  // of a table with a layout in a slot that an older reader would misread
 inline constexpr uint32_t kOldestFormat = 3;   // of any other table, and of session pages: readers of both versions understand it
+// Version 5 of a table, told by a bit of its `capacity_bytes`, which nobody but a daemon compares: memory of a region was
+// published, and a region's record has its whole extent; or there are blocks in pieces. Daemons before do not adopt it, and
+// readers before go on: a block in pieces lies beyond the pool for them, a miss.
+inline constexpr uint64_t kTableHasHoles = 1ull << 63;
 inline constexpr size_t kKeyBytes = 32;
 inline constexpr uint32_t kMaxRecords = 1u << 24;  // a pin word has 24 bits for the record
 inline constexpr uint64_t kMaxGeneration = (1ull << 40) - 1;
@@ -179,14 +183,25 @@ struct alignas(32) Upkeep {
 };
 static_assert(sizeof(Upkeep) == 32);
 
-// Where a block lies in the pool: first page:36 | pages:28.
+// Where a block lies in the pool: first page:36 | pages:28. Of a block in pieces the first page is kInPieces and the number of
+// the record that its list begins at. A list's records are FREE, in no list of free ones, and chained by their `link`; each has
+// kListWords packed extents, key[0] to key[3], `extent` and `shape`, which one behind the other are the block's bytes: its
+// layers, and at last what stands behind them.
 struct Extent {
+  static constexpr uint64_t kInPieces = 1ull << 35;  // pages: beyond every pool
   uint64_t offset;
   uint64_t length;
   static constexpr Extent unpack(uint64_t word) { return {(word >> 28) * kPageBytes, (word & ((1ull << 28) - 1)) * kPageBytes}; }
   constexpr uint64_t pack() const { return offset / kPageBytes << 28 | length / kPageBytes; }
   constexpr uint64_t end() const { return offset + length; }
+  static constexpr Extent in_list(uint32_t record, uint64_t length) { return {(kInPieces | record) * kPageBytes, length}; }
+  constexpr bool in_pieces() const { return offset >= kInPieces * kPageBytes; }
+  constexpr uint64_t least_run() const { return in_pieces() ? kPageBytes : length; }  // that becomes free with it
+  constexpr uint32_t list() const { return static_cast<uint32_t>(offset / kPageBytes - kInPieces); }
 };
+inline constexpr uint32_t kListWords = 6;
+inline constexpr uint32_t kMaxPieces = 2048;  // of one block, without what stands behind its layers
+constexpr uint32_t list_records(size_t pieces) { return static_cast<uint32_t>((pieces + kListWords - 1) / kListWords); }
 
 // What a block holds: low bits of the layout's slot:8 | its ninth bit:1 | priority:7 | tokens:20 | base position:28.
 struct Shape {

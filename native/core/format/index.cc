@@ -117,6 +117,20 @@ size_t Index::sightings(uint64_t word, std::span<Sighting> out, bool on_disk) co
   return found;
 }
 
+std::vector<Extent> Index::pieces(Extent block, uint64_t limit) const {
+  std::vector<Extent> out;
+  uint64_t left = block.length;
+  uint32_t record = block.in_pieces() && block.offset / kPageBytes - Extent::kInPieces < max_blocks_ ? block.list() : kAbsent;
+  for (uint32_t word = 0; left > 0; ++word) {
+    if (word == kListWords) record = upkeep_[record].link.load(std::memory_order_relaxed), word = 0;
+    if (record >= max_blocks_ || out.size() > kMaxPieces) return {};
+    const Extent piece = Extent::unpack(list_word(record, word).load(std::memory_order_relaxed));
+    if (piece.length == 0 || piece.length > left || piece.end() > limit) return {};
+    out.push_back(piece), left -= piece.length;
+  }
+  return out;
+}
+
 void Index::prefetch_erase(uint32_t record) const {
   const Record& r = records_[record];
   Key key;

@@ -15,10 +15,11 @@
 namespace kv::protocol {
 
 inline constexpr uint32_t kMagic = 0x3153564b;  // "KVS1"
-inline constexpr uint32_t kVersion = 4;
-inline constexpr uint32_t kOldestVersion = 2;     // that is still spoken, by either side: the other may be older
-inline constexpr uint32_t kVersionAsks = 3;       // from which on a client knows of allowances
-inline constexpr uint32_t kVersionLayouts = 4;    // from which on it reads tables of version 4: ids of layouts have generations
+inline constexpr uint32_t kVersion = 5;
+inline constexpr uint32_t kOldestVersion = 2;   // that is still spoken, by either side: the other may be older
+inline constexpr uint32_t kVersionAsks = 3;     // from which on a client knows of allowances
+inline constexpr uint32_t kVersionLayouts = 4;  // from which on it reads tables of version 4: ids of layouts have generations
+inline constexpr uint32_t kVersionPieces = 5;   // from which on it reads blocks in pieces; others are told that they are missing
 inline constexpr size_t kMaxMessage = 96 * 1024;  // below every default of SO_SNDBUF for one packet
 inline constexpr size_t kMaxNamespace = 63;
 inline constexpr uint16_t kOk = 0;  // other statuses are 1 + kv::Code
@@ -44,11 +45,13 @@ enum class Op : uint16_t {
   PinTerms,
   Device,
   Push,
-  kLast = Push
+  PublishPieces,
+  kLast = PublishPieces
 };
 inline constexpr const char* kOpNames[] = {
-    "attach",  "register_layout", "create", "seal",       "abort",     "lookup",  "delete",    "touch",     "stats",  "token",
-    "promote", "suspect",         "keep",   "allow_pins", "elsewhere", "publish", "take_back", "pin_terms", "device", "push"};
+    "attach",    "register_layout", "create",    "seal",      "abort",   "lookup", "delete",
+    "touch",     "stats",           "token",     "promote",   "suspect", "keep",   "allow_pins",
+    "elsewhere", "publish",         "take_back", "pin_terms", "device",  "push",   "publish_pieces"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -182,10 +185,19 @@ struct PublishItem {
   uint64_t offset;  // in the pool
   uint32_t tokens;
   uint32_t checksummed;
-  Key rest;  // of the part of the region that is left behind it
+  Key rest;  // daemons of before: of the part of the region that is left behind it
+};
+// PublishPieces (version 5): a RegionHead and `count` items; behind all of them of each its pieces, packed extents in the pool of
+// whole pages that one behind the other are its layers, and a CRC32C for each layer, or none. The reply is as Publish's.
+struct PiecesItem {
+  Key key;
+  uint32_t tokens;
+  uint32_t pieces;
+  uint32_t sums;  // 0: it has no checksums
+  uint32_t reserved;
 };
 struct TakeBackItem {
-  Key key;          // of the part that it becomes
+  Key key;          // daemons of before: of the part that it becomes
   uint64_t region;  // the region's number
   uint32_t record;
   uint32_t reserved;
@@ -196,13 +208,14 @@ struct RegionItem {
   uint32_t status;  // Grant; Back
   uint32_t record;
   uint64_t generation;
-  uint32_t opened;  // record of a part that is to be written from now on, kNoRecord: none
+  uint32_t opened;  // daemons of before: record of a part that is to be written from now on, kNoRecord: none
   uint32_t ended;
   uint64_t opened_generation;
   uint64_t ended_generation;
 };
 
-static_assert(sizeof(RegionHead) == 16 && sizeof(PublishItem) == 80 && sizeof(TakeBackItem) == 56 && sizeof(RegionItem) == 40);
+static_assert(sizeof(RegionHead) == 16 && sizeof(PublishItem) == 80 && sizeof(PiecesItem) == 48 && sizeof(TakeBackItem) == 56 &&
+              sizeof(RegionItem) == 40);
 
 // PinTerms: a PinsOnTerms, what holds for all pins of this session from here on. Device: a DeviceMemory. The replies are empty. A
 // daemon that does not know these operations refuses them.

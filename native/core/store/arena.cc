@@ -268,7 +268,8 @@ void Arena::take_slots(Extent extent, uint32_t record) {
   uint64_t slots_bytes = 0;
   uint32_t at = kNobody;
   auto leave = [&] {
-    if (at != kNobody) std::erase_if(slabs_[at].free, [&](uint32_t slot) { return slabs_[at].slots[slot] != kNobody; });
+    if (at != kNobody && !claiming_)
+      std::erase_if(slabs_[at].free, [&](uint32_t slot) { return slabs_[at].slots[slot] != kNobody; });
   };
   each_slot(extent, [&](uint32_t id, uint32_t slot) {
     if (id != at) leave(), at = id;
@@ -289,22 +290,6 @@ std::optional<uint64_t> Arena::allocate_pages(uint64_t length, uint32_t record) 
   list(add_slab(*first, units, kPageBytes));
   take_slots({*first * unit_, length}, record);
   return *first * unit_;
-}
-
-uint32_t Arena::holder(Extent extent) const {
-  if (extent.length == 0 || extent.end() > units_ready_ * unit_) return kNobody;
-  uint32_t who = kNobody;
-  for (uint64_t at = extent.offset; at < extent.end();) {
-    const uint32_t id = unit_slab_[at / unit_];
-    if (id == kNobody) return kNobody;
-    const Slab& slab = slabs_[id];
-    const auto slot = static_cast<uint32_t>((at - slab.first_unit * unit_) / slab.slot_bytes);
-    const Extent there = slot_extent(slab, slot);
-    if (there.offset != at || there.end() > extent.end() || slab.slots[slot] == kNobody) return kNobody;
-    if (at != extent.offset && slab.slots[slot] != who) return kNobody;
-    who = slab.slots[slot], at = there.end();
-  }
-  return who;
 }
 
 void Arena::hand_over(Extent extent, uint32_t from, uint32_t to) {

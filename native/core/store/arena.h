@@ -35,6 +35,15 @@ class Arena {
   void release(Extent extent, uint32_t record);
   void prefetch(Extent extent) const;  // what release() will touch
 
+  // A region's: what of the extent it holds. release() of that, and how many bytes; those alone.
+  uint64_t release_held(Extent extent, uint32_t record);
+  uint64_t held(Extent extent, uint32_t record) const;
+  // claim() of what is free in it, and how many bytes.
+  uint64_t claim_free(Extent extent, uint32_t record);
+  // Between these two nothing is allocated, and claim() takes no longer for how much is free beside it.
+  void begin_claims() { claiming_ = true; }
+  void end_claims();
+
   // As allocate(), but cut in pages from the start, so that its parts can be handed over one by one: a region.
   std::optional<uint64_t> allocate_pages(uint64_t length, uint32_t record);
   // Who holds all of the extent, in slots that end where it ends; kNobody: no one does, or they do not.
@@ -84,6 +93,7 @@ class Arena {
   void take_units(uint32_t first, uint32_t count);     // which are free
   void give_units(uint32_t first, uint32_t count);
   void take_slots(Extent extent, uint32_t record);
+  std::vector<Extent> runs(Extent extent, uint32_t record) const;
   template <class F>
   void each_slot(Extent extent, F&& f) const;
 
@@ -97,6 +107,7 @@ class Arena {
   std::vector<uint32_t> unused_slabs_;
   std::map<uint64_t, std::vector<uint32_t>> classes_;  // class -> slabs with a free slot
   uint64_t slack_ = 0;
+  bool claiming_ = false;
 };
 
 }  // namespace kv

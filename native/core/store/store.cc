@@ -308,9 +308,13 @@ Done Store::seal_one(uint32_t owner, const Seal& block) {
   const Control now = control(handle.record);
   if (now.generation() != handle.generation || now.state() != State::Created) return Done::Stale;
   if (index_.upkeep(handle.record).owner.load(std::memory_order_relaxed) != owner) return Done::NotOwner;
-  // A region's run is no block. Whoever reads one goes by its layout, so an extent that is shorter would be read past its end.
+  // A region is no block. Whoever reads one goes by its layout, so an extent that is shorter would be read past its end; and one
+  // of a page, too, may have given it away.
   const Shape shape = shape_of(handle.record);
-  if (extent_of(handle.record).length != layout_of(shape.layout).extent_bytes(shape.tokens)) return Done::Stale;
+  const Layout& layout = layout_of(shape.layout);
+  const Extent extent = extent_of(handle.record);
+  if (extent.length != layout.extent_bytes(shape.tokens)) return Done::Stale;
+  if (layout.is_one_page() && arena_.holder(extent) != handle.record) return Done::Stale;
   const uint8_t flags = (now.flags() & kFlagOnDisk) | (checksummed ? kFlagChecksummed : 0);
   transition(handle.record, Event::Seal, State::Sealed, flags);
   blocks_.created -= 1, room_.chances += 1;

@@ -4,7 +4,7 @@
 // Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
 //
-// store.cc: create, seal, abort. store_region.cc: blocks sealed where they lie. store_clock.cc: what a use counts for.
+// store.cc: create, seal, abort. store_region.cc: blocks sealed where they lie. store_pieces.cc: in pieces. store_clock.cc: uses.
 // store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room. store_pins.cc: pins, zombies,
 // parked blocks. store_budget.cc: how many of them a user may have. store_owners.cc: on what terms. store_layouts.cc: layouts.
 // store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is gone.
@@ -82,7 +82,7 @@ class Store {
   std::vector<Done> seal(uint32_t owner, std::span<const Seal> blocks);
   Done abort(uint32_t owner, Handle handle);  // its memory is free once nobody can write there
   // Where they lie in a region of the owner's; what is left of it stays open. NoSpace: not its memory, or not cut there.
-  // Throws FailedPrecondition, no such session; InvalidArgument, tokens, position or offset of an item, before anything.
+  // Throws FailedPrecondition, no such session; InvalidArgument, tokens, offset or pieces of an item, before anything.
   std::vector<RegionChange> publish(const CreateRequest& request, std::span<const Publish> items);
   // Not found any more, the region's again once the owner alone, once, pins them. Throws FailedPrecondition; InvalidArgument.
   std::vector<RegionChange> take_back(uint32_t owner, uint32_t layout, std::span<const TakeBack> items);
@@ -221,7 +221,7 @@ class Store {
   Key key_of(uint32_t record) const;
   Extent extent_of(uint32_t record) const;
   Shape shape_of(uint32_t record) const;
-  uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).length); }
+  uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).least_run()); }
   bool expired(uint32_t expiry_s) const;
   Done seal_one(uint32_t owner, const Seal& block) REQUIRES(mutex_);
   double rank(uint32_t record) const { return std::bit_cast<double>(index_.upkeep(record).rank.load(std::memory_order_relaxed)); }
@@ -229,22 +229,21 @@ class Store {
   double worth(uint32_t record) const { return rank(record) * (control(record).flags() & kFlagQueued ? kDueWorth : 1); }
   void place(uint32_t record) REQUIRES(mutex_);
   // store_region.cc
-  bool has_two_records() REQUIRES(mutex_);
-  bool is_open_run(uint32_t record, uint32_t owner) REQUIRES(mutex_);
-  uint32_t run_at(uint64_t offset, uint32_t owner, uint64_t region) REQUIRES(mutex_);
-  void move_run(uint32_t record, Extent to) REQUIRES(mutex_);
-  void end_run(Session& owner, uint32_t record) REQUIRES(mutex_);
-  void undo_entry(uint32_t record, bool indexed) REQUIRES(mutex_);
+  bool is_region(uint32_t record, uint32_t owner) REQUIRES(mutex_), free_part(uint32_t record) REQUIRES(mutex_);
   RegionChange publish_one(const CreateRequest& request, const Publish& item, const KnownLayout& known, Session& owner,
                            double now) REQUIRES(mutex_);
-  RecordSet held_by_others(uint32_t owner) REQUIRES(mutex_);
-  RegionChange take_one(const CreateRequest& request, const TakeBack& item, uint32_t layout_slot, Session& owner)
-      REQUIRES(mutex_);
-
+  RecordSet held_by_others(uint32_t owner, const RecordSet& asked) REQUIRES(mutex_);
+  Back take_one(const TakeBack& item, uint32_t owner) REQUIRES(mutex_);
+  // store_pieces.cc
+  uint32_t records_behind(uint32_t record, uint32_t count) const;
+  void note_holes() REQUIRES(mutex_);
+  bool has_records(uint32_t count) REQUIRES(mutex_), claim(uint32_t record, RecordSet& lists) REQUIRES(mutex_);
+  void write_list(uint32_t list, std::span<const Extent> pieces) REQUIRES(mutex_), free_list(Extent extent) REQUIRES(mutex_);
+  std::vector<Extent> pieces_of(Extent extent) const;
+  uint64_t release_memory(uint32_t record) REQUIRES(mutex_);
   // store_clock.cc
   double use_now() REQUIRES(mutex_);
-  void adopt_clock() REQUIRES(mutex_);
-  void keep_origin();
+  void adopt_clock() REQUIRES(mutex_), keep_origin();
   double add_use(uint32_t record, double now);
   double uses(uint32_t record) const REQUIRES(mutex_);
   void use(uint32_t record, double now) REQUIRES(mutex_);
@@ -343,13 +342,14 @@ class Store {
     bool known, corrupt;  // there were checksums to compare with; they did not match
   };
   Verdict verify_one(uint32_t record) REQUIRES(mutex_);
-  std::vector<uint32_t> layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const;
+  std::vector<uint32_t> layer_checksums(const Layout& layout, std::span<const Extent> pieces, uint32_t tokens) const;
 
   // store_adopt.cc
   void lay_out_new_table() REQUIRES(mutex_);
   void adopt() REQUIRES(mutex_);
-  void adopt_sessions() REQUIRES(mutex_);
-  bool adopt_record(uint32_t record) REQUIRES(mutex_);
+  void adopt_sessions() REQUIRES(mutex_), adopt_records() REQUIRES(mutex_);
+  const Layout* layout_at(uint32_t record) const REQUIRES(mutex_);  // null: none that is known
+  bool adopt_record(uint32_t record, RecordSet& lists) REQUIRES(mutex_);
 
   Options options_;
   Fd table_fd_, progress_fd_;

@@ -71,7 +71,9 @@ uint64_t adopted_frontier(const Store::Options& options) {
 }
 
 // A part of a region has any length. Its layout has blocks of one token.
-bool may_be_region(State state, const Layout& layout) { return state != State::Sealed && layout.is_one_page(); }
+bool may_be_region(State state, const Layout* layout) {
+  return (state == State::Created || state == State::Quarantined || state == State::Zombie) && layout && layout->is_one_page();
+}
 
 }  // namespace
 
@@ -164,13 +166,14 @@ void Store::lay_out_new_table() {
 void Store::adopt() {
   const Geometry g = geometry_for(options_.max_blocks, options_.capacity_bytes, slots_of(options_));
   auto* header = table_.at<TableHeader>(0);
+  const uint64_t capacity = header->capacity_bytes & ~kTableHasHoles;
   if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version < kOldestFormat ||
-      header->version > kFormatVersion || header->max_blocks != options_.max_blocks ||
-      header->capacity_bytes != options_.capacity_bytes || header->buckets != Index::buckets_for(options_.max_blocks) ||
-      header->records_offset != g.records || header->upkeep_offset != g.upkeep || header->buckets_offset != g.buckets ||
-      header->layouts_offset != g.layouts || header->geometry_offset != g.geometry ||
-      header->finder_buckets != Finder::buckets_for(options_.max_blocks) || header->finder_offset != g.finder ||
-      header->total_bytes != g.total || !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
+      header->version > kFormatVersion || header->max_blocks != options_.max_blocks || capacity != options_.capacity_bytes ||
+      header->buckets != Index::buckets_for(options_.max_blocks) || header->records_offset != g.records ||
+      header->upkeep_offset != g.upkeep || header->buckets_offset != g.buckets || header->layouts_offset != g.layouts ||
+      header->geometry_offset != g.geometry || header->finder_buckets != Finder::buckets_for(options_.max_blocks) ||
+      header->finder_offset != g.finder || header->total_bytes != g.total ||
+      !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
     throw Error(Code::IncompatibleVersion, "the table is of another version or geometry");
   const uint64_t epoch = header->epoch.load();
   if (epoch == kEpochRetired) throw Error(Code::IncompatibleVersion, "the table was retired");
@@ -182,21 +185,49 @@ void Store::adopt() {
   header->frontier.store(pool_.frontier());
   layouts_.open(table_.data());
   adopt_sessions();
-  for (uint32_t record = options_.max_blocks; record-- > 0;) {
-    Record& r = index_.record(record);
-    r.sequence.store((r.sequence.load() + 1) & ~1u);  // its writer may have died between odd and even
-    if (adopt_record(record)) continue;
-    if (const Control c = control(record); c.state() != State::Free)
-      r.control.store(Control::make(c.generation() + 2, State::Free).word, std::memory_order_release);
-    index_.upkeep(record).link.store(blocks_.free_head);
-    blocks_.free_head = record;
-  }
+  adopt_records();
   adopt_clock();
   adopt_allowances();
   reap_in_slices();
   scan_zombies();
   header->epoch.fetch_add(1, std::memory_order_release);
   load_ended();  // whoever waits for what the daemon before was loading
+}
+
+// Regions last: what they have is what no block has of their extents.
+void Store::adopt_records() {
+  RecordSet lists;
+  lists.resize(options_.max_blocks);
+  std::vector<uint32_t> regions;
+  const auto take = [&](uint32_t record) REQUIRES(mutex_) {
+    if (adopt_record(record, lists)) return;
+    if (const Control c = control(record); c.state() != State::Free)
+      index_.record(record).control.store(Control::make(c.generation() + 2, State::Free).word, std::memory_order_release);
+  };
+  arena_.begin_claims();
+  bool holes = false;
+  for (uint32_t record = options_.max_blocks; record-- > 0;) {
+    Record& r = index_.record(record);
+    r.sequence.store((r.sequence.load() + 1) & ~1u);  // its writer may have died between odd and even
+    if (may_be_region(control(record).state(), layout_at(record)))
+      regions.push_back(record);
+    else
+      take(record);
+    holes |= control(record).state() != State::Free && extent_of(record).in_pieces();
+  }
+  for (const uint32_t record : regions) take(record);
+  arena_.end_claims();
+  for (uint32_t record = options_.max_blocks; record-- > 0;) {
+    if (control(record).state() != State::Free || lists.contains(record)) continue;
+    index_.upkeep(record).link.store(blocks_.free_head);
+    blocks_.free_head = record;
+  }
+  if (!holes && regions.empty()) index_.header().capacity_bytes = options_.capacity_bytes;
+}
+
+const Layout* Store::layout_at(uint32_t record) const {
+  const Shape shape = shape_of(record);
+  return layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
 }
 
 void Store::adopt_sessions() {
@@ -241,21 +272,24 @@ void Store::adopt_sessions() {
 }
 
 // False if the record is FREE or cannot be kept.
-bool Store::adopt_record(uint32_t record) {
+bool Store::adopt_record(uint32_t record, RecordSet& lists) {
   const Control found = control(record);
   const Extent extent = extent_of(record);
   const Shape shape = shape_of(record);
   const Key key = key_of(record);
   if (found.state() == State::Free || found.state() > State::Disk || found.generation() == 0) return false;
   if (found.state() == State::Disk) return adopt_disk_record(record);
-  const Layout* layout = layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
-  if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens || shape.priority > kMaxPriority ||
-      (extent.length != layout->extent_bytes(shape.tokens) && !may_be_region(found.state(), *layout)) ||
-      !arena_.claim(extent, record))
-    return false;
+  const Layout* layout = layout_at(record);
+  if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens || shape.priority > kMaxPriority) return false;
+  if (may_be_region(found.state(), layout)) {
+    if (extent.in_pieces() || extent.length == 0 || extent.end() > pool_.frontier()) return false;
+    blocks_.used_bytes += arena_.claim_free(extent, record);
+  } else {
+    if (extent.length != layout->extent_bytes(shape.tokens) || !claim(record, lists)) return false;
+    blocks_.used_bytes += extent.length;
+  }
   layouts_.came(shape.layout);
   blocks_.records += 1;
-  blocks_.used_bytes += extent.length;
   blocks_.longest_pages = std::max(blocks_.longest_pages, extent.length / kPageBytes);
   if (found.flags() & kFlagDeleted) file_must_go(key);
   set_flags(record, 0, options_.disk ? kFlagQueued : kFlagQueued | kFlagOnDisk);

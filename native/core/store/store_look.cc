@@ -109,6 +109,8 @@ void Store::check_integrity() {
            tombstones = 0;
   std::vector<uint64_t> of_layout(layouts_.size()), of_layout_on_disk(layouts_.size());
   std::vector<Extent> extents;
+  RecordSet lists;
+  lists.resize(index_.max_blocks());
   for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
     const State state = control(record).state();
     const std::string here = "record " + std::to_string(record) + " (" + std::string(kv::name(state)) + ")";
@@ -136,8 +138,22 @@ void Store::check_integrity() {
     const bool queued = control(record).flags() & kFlagQueued;
     expect(queued == (disk_.writes.contains(rank(record), record) || own_pins_.contains(record)) || own_pins_.contains(record),
            here + " is wrongly queued for the disk");
-    used += extent_of(record).length;
-    extents.push_back(extent_of(record));
+    const Extent extent = extent_of(record);
+    const bool region = state != State::Sealed && layout_of(shape_of(record).layout).is_one_page();
+    used += region ? arena_.held(extent, record) : extent.length;
+    const std::vector<Extent> pieces = pieces_of(extent);
+    if (!region) extents.insert(extents.end(), pieces.begin(), pieces.end());
+    for (const Extent& piece : pieces)
+      expect(region || arena_.held(piece, record) == piece.length, here + " does not hold its memory");
+    if (extent.in_pieces()) {
+      const uint32_t count = list_records(pieces.size());
+      for (uint32_t i = 0; i < count; ++i) {
+        const uint32_t of_list = records_behind(extent.list(), i);
+        expect(control(of_list).state() == State::Free && !lists.contains(of_list), here + " shares its list");
+        lists.add(of_list);
+      }
+      records += count;
+    }
     sealed += state == State::Sealed, created += state == State::Created;
     quarantined += state == State::Quarantined, zombies += state == State::Zombie;
     expect((state == State::Sealed) == (policy_.contains(class_of(record), record) || is_parked(record)),
@@ -146,6 +162,8 @@ void Store::check_integrity() {
   std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
   for (size_t i = 1; i < extents.size(); ++i)
     expect(extents[i - 1].end() <= extents[i].offset, "extents overlap at " + std::to_string(extents[i].offset));
+  for (uint32_t at = blocks_.free_head; at != Index::kAbsent; at = records_behind(at, 1))
+    expect(control(at).state() == State::Free && !lists.contains(at), "record " + std::to_string(at) + " is not free");
   expect(extents.empty() || extents.back().end() <= pool_.frontier(), "an extent reaches over the frontier");
   for (auto& [id, session] : sessions_) {
     for (size_t i = 0; i < session->unsealed.size(); ++i) {

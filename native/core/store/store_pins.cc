@@ -85,9 +85,15 @@ void Store::scan_zombies(bool all) {
     if (static_cast<int32_t>(since - scan) > 0) {
       ++at;
     } else if (asked.contains(record)) {
+      if (free_part(record)) {
+        if (slice.over_now()) mutex_.give_way(), slice.again(), at = std::max(at, pins_.held_zombies);
+        continue;
+      }
       asked.remove(record);
       pins_.remove_zombie(at);
+      const bool apart = extent_of(record).in_pieces();
       free_zombie(record);
+      if (apart && slice.over_now()) mutex_.give_way(), slice.again(), at = std::max(at, pins_.held_zombies);
     } else {
       std::swap(pins_.zombies[at++], pins_.zombies[pins_.held_zombies++]);
     }

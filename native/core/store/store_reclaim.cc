@@ -58,9 +58,7 @@ void Store::leave_queue(uint32_t record) {
 }
 
 void Store::free_zombie(uint32_t record) {
-  const Extent extent = extent_of(record);
-  arena_.release(extent, record);
-  blocks_.used_bytes -= extent.length;
+  blocks_.used_bytes -= release_memory(record);
   room_.chances += 1;
   if (!demote(record)) free_record(record, Event::LastPinGone);
 }
@@ -137,7 +135,7 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   } else if (any.score < least.score) {
     // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few
     // slabs.
-    const uint64_t at = extent_of(any.record).offset;
+    const uint64_t at = pieces_of(extent_of(any.record))[0].offset;
     const double worth = least.score * static_cast<double>(slab / size_class * size_class);
     taken = evict_cheapest_run(arena_.pieces(true, at - std::min(at, slab), at + slab), slab, worth).has_value();
   }
@@ -216,7 +214,7 @@ Tried Store::try_victims(std::optional<uint64_t> size_class, size_t count, size_
   // Each step touches memory that is not in any cache: all misses of a step together.
   for (uint32_t victim : victims) {
     index_.prefetch_erase(victim);
-    arena_.prefetch(extent_of(victim));
+    if (const Extent extent = extent_of(victim); !extent.in_pieces()) arena_.prefetch(extent);
     __builtin_prefetch(&progress_[victim], 1);
   }
   for (uint32_t victim : victims) to_zombie(victim, Event::Evict);

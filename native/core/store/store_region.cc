@@ -1,12 +1,16 @@
 // Regions: memory that a client divides by itself, and blocks that are sealed where they lie in it.
 //
-// A region is a set of runs: CREATED records of one session, with one number as their fingerprint, each cut in pages by the
-// arena. A block published out of it takes a part of one run: what is left of that stays a run, or two. So a published block is a
-// block as any other, with an extent of its own: found, read, written to disk, evicted, adopted. Given back, it becomes a run
-// again, and one with the runs beside it. What is inside a run nobody but its client knows; when the session ends, runs are
-// quarantined as any block that was not sealed.
+// A region is a CREATED record with a number as its fingerprint, cut in pages by the arena, whose extent stays what it was
+// granted. Of a block published out of it the pages change hands; what is left of the region is what the arena says that its
+// record holds. So a published block is a block as any other: found, read, written to disk, evicted, adopted. Given back, its
+// pages are the region's again. What is inside a region nobody but its client knows; when the session ends, it is quarantined as
+// any block that was not sealed.
 //
-// Invariant: at any moment each page of a region belongs to one record, and to the same one in the table and in the arena.
+// A block whose buffers lie apart has a list of pieces (store_pieces.cc), the last of which stands behind its layers and is no
+// part of the region.
+//
+// Invariant: at any moment each page of a region belongs to one record: the arena's word. In the table a region's record has what
+// no other record names of its extent.
 
 #include <map>
 
@@ -14,217 +18,239 @@
 #include "core/base/error.h"
 #include "core/base/futex.h"
 #include "core/base/polling.h"
+#include "core/format/meta.h"
 #include "core/store/each_pin.h"
 
 namespace kv {
+namespace {
 
-// For a block and for what is left behind it.
-bool Store::has_two_records() {
-  auto two = [&]() REQUIRES(mutex_) {
-    return blocks_.free_head != Index::kAbsent &&
-           index_.upkeep(blocks_.free_head).link.load(std::memory_order_relaxed) != Index::kAbsent;
-  };
-  for (int tries = 0; tries < 2 && !two() && disk_.spare_records(); ++tries) free_spare_record();
-  return two();
+constexpr uint64_t kFreedAtOnce = 16ull << 20;  // of a region: some 50 us
+constexpr size_t kBlocksOfASlice = 256;
+
+// The checksums of a block in pieces, and zeros.
+bool write_behind(Pool& pool, Extent extent, std::span<const uint32_t> sums) {
+  std::vector<uint8_t> bytes(extent.length);
+  std::copy_n(reinterpret_cast<const uint8_t*>(sums.data()), sums.size_bytes(), bytes.begin());
+  return pool.write(extent.offset, bytes.data(), bytes.size());
 }
 
-bool Store::is_open_run(uint32_t record, uint32_t owner) {
-  return record != Arena::kNobody && control(record).state() == State::Created && !own_pins_.contains(record) &&
+bool inside(Extent piece, Extent all) { return piece.offset >= all.offset && piece.end() <= all.end(); }
+
+std::string text_of(const Publish& item, const Layout& layout) {
+  return "a block of " + std::to_string(item.wanted.tokens) + " tokens at " + std::to_string(item.offset) + " in " +
+         std::to_string(item.pieces.size()) + " pieces cannot be: its layout has 1 to " + std::to_string(layout.block_tokens) +
+         " tokens, a block 0 to " + std::to_string(kMaxPieces) + " pieces, which are its layers of " +
+         std::to_string(layout.layers_bytes(std::min(item.wanted.tokens, layout.block_tokens))) +
+         " bytes one behind the other with at most " + std::to_string(kMaxBehind) + " behind them, and memory pages of " +
+         std::to_string(kPageBytes);
+}
+
+bool is_whole(const Publish& item, const Layout& layout, uint64_t capacity) {
+  const uint32_t tokens = item.wanted.tokens;
+  if (tokens == 0 || tokens > layout.block_tokens || item.wanted.base_position > kMaxBasePosition) return false;
+  if (item.pieces.empty()) return item.offset % kPageBytes == 0 && item.offset <= capacity;
+  if (item.pieces.size() > kMaxPieces || !layout.in_whole_pages(tokens)) return false;
+  if (layout.extent_bytes(tokens) - layout.layers_bytes(tokens) > kMaxBehind) return false;
+  if (!item.sums.empty() && item.sums.size() != layout.num_layers()) return false;
+  uint64_t bytes = 0;
+  for (const Extent& piece : item.pieces) {
+    if (piece.length == 0 || piece.length > capacity || piece.offset > capacity || (piece.offset | piece.length) % kPageBytes)
+      return false;
+    bytes += piece.length;
+  }
+  return bytes == layout.layers_bytes(tokens);
+}
+
+}  // namespace
+
+// Of a session that lives: a daemon that adopts quarantines all that is open, and who resumes goes on.
+bool Store::is_region(uint32_t record, uint32_t owner) {
+  if (record >= index_.max_blocks() || own_pins_.contains(record)) return false;
+  const State state = control(record).state();
+  return (state == State::Created || state == State::Quarantined) &&
          index_.upkeep(record).owner.load(std::memory_order_relaxed) == owner && layout_of(shape_of(record).layout).is_one_page();
 }
 
-// The run of that region which has this page, or kNobody.
-uint32_t Store::run_at(uint64_t offset, uint32_t owner, uint64_t region) {
-  const uint32_t record = arena_.holder({offset, kPageBytes});
-  const bool good = is_open_run(record, owner) && index_.upkeep(record).fingerprint.load(std::memory_order_relaxed) == region;
-  return good ? record : Arena::kNobody;
-}
-
-void Store::move_run(uint32_t record, Extent to) {
+// A region whose memory goes a part at a time: true if it had more than one, and the last is not gone.
+bool Store::free_part(uint32_t record) {
+  const Extent extent = extent_of(record);
+  if (extent.length <= kFreedAtOnce || !layout_of(shape_of(record).layout).is_one_page()) return false;
+  const Extent left{extent.offset, extent.length - kFreedAtOnce};
+  blocks_.used_bytes -= arena_.release_held({left.end(), kFreedAtOnce}, record);
   Record& r = index_.record(record);
   const Writing writing(r.sequence);
-  r.extent.store(to.pack(), std::memory_order_relaxed);
-}
-
-// Its memory is another's already. Nobody reads it: none of its layers was ever there.
-void Store::end_run(Session& owner, uint32_t record) {
-  drop_unsealed(owner, record);
-  blocks_.created -= 1, blocks_.used_bytes -= extent_of(record).length;
-  index_.erase(key_of(record), record);
-  transition(record, Event::Abort, State::Zombie, 0);
-  publish_progress(record, Phase::Ended);
-  free_record(record, Event::LastPinGone);
-}
-
-void Store::undo_entry(uint32_t record, bool indexed) {
-  blocks_.used_bytes -= extent_of(record).length;
-  if (indexed) {
-    blocks_.created -= 1;
-    index_.insert_contents(record);  // as erase() expects
-    index_.erase(key_of(record), record);
-    transition(record, Event::Abort, State::Zombie, 0);
-  }
-  free_record(record, Event::LastPinGone);
+  r.extent.store(left.pack(), std::memory_order_relaxed);
+  return true;
 }
 
 RegionChange Store::publish_one(const CreateRequest& request, const Publish& item, const KnownLayout& known, Session& owner,
                                 double now) {
   Granted said;
-  auto refused = [&] { return RegionChange{.status = static_cast<uint8_t>(said.status)}; };
-  const Extent run{item.offset, known.layout.extent_bytes(item.wanted.tokens)};
-  const uint32_t whole = arena_.holder(run);
+  const uint64_t length = known.layout.extent_bytes(item.wanted.tokens);
+  std::vector<Extent> pieces = item.pieces;
+  const bool apart = !pieces.empty();
+  if (!apart) pieces.push_back({item.offset, length});
+  const uint32_t lines = apart ? list_records(pieces.size() + 1) : 0;
+  const uint32_t region = arena_.holder(pieces[0]);
   uint32_t found;
-  if (!has_two_records() || !is_claimable(item.wanted.key, now, said, found) || !is_open_run(whole, request.owner) ||
-      index_.find_exclusive(item.rest) != Index::kAbsent || item.rest == item.wanted.key)
-    return refused();
-  const Extent before = extent_of(whole);
-  if (run.offset < before.offset || run.end() > before.end()) return refused();  // its slot may be longer than it is
-  const Extent left{before.offset, run.offset - before.offset}, right{run.end(), before.end() - run.end()};
-  const uint64_t region = index_.upkeep(whole).fingerprint.load(std::memory_order_relaxed);
-  const Shape shape = shape_of(whole);
-  const uint32_t block = blocks_.free_head;
-  if (!enter(request, item.wanted, layout_slot(known.id), run, found, now)) return undo_entry(block, false), refused();
-  RegionChange out{.status = static_cast<uint8_t>(Grant::Granted)};
-  // What is left on the longer side stays this record's: each page of the other changes hands, with the lock held.
-  const auto& [shorter, longer] = std::minmax(left, right, [](const Extent& a, const Extent& b) { return a.length < b.length; });
-  if (shorter.length) {
-    const uint32_t rest = blocks_.free_head;
-    const CreateRequest same{request.owner, 0, shape.priority, 0, {}};
-    const CreateItem part{.key = item.rest, .fingerprint = region, .tokens = shape.tokens};
-    if (!enter(same, part, shape.layout, shorter, Index::kAbsent, now))
-      return undo_entry(rest, false), undo_entry(block, true), refused();
-    index_.insert_contents(rest);
-    add_unsealed(owner, rest);
-    arena_.hand_over(shorter, whole, rest);
-    out.opened = {rest, control(rest).generation()};
+  if (!has_records(lines + 1) || !is_claimable(item.wanted.key, now, said, found) || !is_region(region, request.owner))
+    return {.status = static_cast<uint8_t>(said.status)};
+  const uint32_t list = blocks_.free_head, block = records_behind(list, lines);
+  size_t taken = 0;
+  for (; taken < pieces.size(); ++taken) {  // one by one: two may be the same
+    const Extent& piece = pieces[taken];
+    if (arena_.holder(piece) != region || !inside(piece, extent_of(region))) break;
+    arena_.hand_over(piece, region, block);
   }
-  arena_.hand_over(run, whole, block);
-  blocks_.used_bytes -= before.length;
-  if (!longer.length) {
-    out.ended = {whole, control(whole).generation()};
-    blocks_.used_bytes += before.length;
-    end_run(owner, whole);
-  } else {
-    move_run(whole, longer);
-    blocks_.used_bytes += extent_of(whole).length;
+  const uint64_t tail = apart ? length - known.layout.layers_bytes(item.wanted.tokens) : 0;
+  std::optional<uint64_t> behind;
+  const auto undo = [&]() REQUIRES(mutex_) {
+    if (behind) arena_.release({*behind, tail}, block);
+    while (taken > 0) arena_.hand_over(pieces[--taken], block, region);
+    return RegionChange{.status = static_cast<uint8_t>(Grant::NoSpace)};
+  };
+  if (taken < pieces.size()) return undo();
+  note_holes();
+  if (apart) {
+    if (!(behind = arena_.allocate(tail, block)) || !write_behind(pool_, {*behind, tail}, item.sums)) return undo();
+    pieces.push_back({*behind, tail});
+    write_list(list, pieces);
+    pieces.pop_back();
   }
+  const Extent extent = apart ? Extent::in_list(list, length) : pieces[0];
+  if (!enter(request, item.wanted, layout_slot(known.id), extent, found, now)) {  // a zombie in no list
+    blocks_.used_bytes -= length;
+    if (apart) free_list(extent);
+    free_record(block, Event::LastPinGone);
+    return undo();
+  }
+  blocks_.used_bytes -= length - tail;  // counted as the region's until now
   index_.insert_contents(block);
   add_unsealed(owner, block);
-  out.block = {block, control(block).generation()};
+  const RegionChange out{static_cast<uint8_t>(Grant::Granted), {block, control(block).generation()}};
   counters_.creates += 1;
-  seal_one(request.owner, {out.block, item.checksummed});
-  fresh_.add(out.block, run.length, monotonic_ns(), options_.capacity_bytes / 2);  // until its owner has pinned it
+  seal_one(request.owner, {out.block, apart ? !item.sums.empty() : item.checksummed});
+  index_.upkeep(block).link.store(region, std::memory_order_relaxed);          // for take_one(), which does not believe it
+  fresh_.add(out.block, length, monotonic_ns(), options_.capacity_bytes / 2);  // until its owner has pinned it
   if (anybody_waits()) futex_wake_all(progress_[block]);
   return out;
 }
 
+// In slices: what was published stays, whatever becomes of its session meanwhile.
 std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span<const Publish> items) {
+  LayoutTable::Known known;
+  {
+    const Entry entry(*this);
+    check_pool();
+    static_cast<void>(session_of(request.owner));
+    known = layouts_.by_id(request.layout);
+  }
+  uint64_t tail = 0, tails = 0;
+  for (const Publish& item : items) {
+    if (!is_whole(item, known->layout, pool_.capacity())) throw Error(Code::InvalidArgument, text_of(item, known->layout));
+    if (item.pieces.empty()) continue;
+    const uint32_t tokens = item.wanted.tokens;
+    tail = std::max(tail, known->layout.extent_bytes(tokens) - known->layout.layers_bytes(tokens)), tails += 1;
+  }
   const Entry entry(*this);
-  check_pool();
-  Session& owner = session_of(request.owner);
-  const LayoutTable::Known known = layouts_.by_id(request.layout);
-  for (const Publish& item : items)
-    if (item.wanted.tokens == 0 || item.wanted.tokens > known->layout.block_tokens ||
-        item.wanted.base_position > kMaxBasePosition || item.offset % kPageBytes || item.offset > pool_.capacity())
-      throw Error(Code::InvalidArgument, "a block of " + std::to_string(item.wanted.tokens) + " tokens at " +
-                                             std::to_string(item.offset) + " cannot be: its layout has 1 to " +
-                                             std::to_string(known->layout.block_tokens) + " tokens, memory has pages of " +
-                                             std::to_string(kPageBytes));
+  const auto there = [&]() REQUIRES(mutex_) { return tails == 0 || arena_.room(tail, tails) == tails; };
+  while (!there() && !draining_ && pool_.frontier() < pool_.capacity() && grow_pool()) continue;
+  if (!there() && !draining_) make_room(tail, tails);
   std::vector<RegionChange> out;
-  const double now = use_now();
-  for (const Publish& item : items) out.push_back(publish_one(request, item, *known, owner, now));
+  Session* owner = nullptr;
+  double now = use_now();
+  const auto still_there = [&]() REQUIRES(mutex_) {  // as in create()
+    owner = &session_of(request.owner);
+    static_cast<void>(layouts_.by_id(request.layout));
+    now = std::min(now, clock_.value);
+  };
+  still_there();
+  Slice slice(kBlocksOfASlice, 1);
+  for (const Publish& item : items) {
+    out.push_back(publish_one(request, item, *known, *owner, now));
+    if (slice.over()) mutex_.give_way(), still_there(), slice.again();
+  }
   return out;
 }
 
-// Of the records asked for, zombies all: those that another session reads, the daemon itself, or their owner more than once.
-RecordSet Store::held_by_others(uint32_t owner) {
+// Of the records asked for, zombies all: those that another session reads, the daemon itself, or their owner more than once. In
+// slices: nobody can pin what is a zombie already.
+RecordSet Store::held_by_others(uint32_t owner, const RecordSet& asked) {
   RecordSet held;
   held.resize(index_.max_blocks());
   std::map<uint32_t, uint32_t> of_owner;
   uint64_t pins = 0;
   fence_full();  // between the change of the generations and the reading of the pins, as in scan_zombies
-  each_pin_of([&](uint32_t session, uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
-    ++pins;
-    if (!pins_.asked.contains(record) || generation + 1 != control(record).generation() || !honoured(record, pages)) return;
-    if ((session != owner || ++of_owner[record] > 1) && !held.contains(record)) held.add(record);
-  });
+  Slice slice(kSlice);
+  each_pin_of_in_slices(
+      slice, 0, ~0u, [&](uint32_t session, uint32_t record, uint64_t generation, uint32_t pages) REQUIRES(mutex_) {
+        ++pins;
+        if (!asked.contains(record) || generation + 1 != control(record).generation() || !honoured(record, pages)) return;
+        if ((session != owner || ++of_owner[record] > 1) && !held.contains(record)) held.add(record);
+      });
   pins_.read += pins_.last_scan = pins;
   return held;
 }
 
-// Of a zombie that nobody holds: its memory goes to the run before it, to the one behind, or becomes one.
-RegionChange Store::take_one(const CreateRequest& request, const TakeBack& item, uint32_t layout_slot, Session& owner) {
-  RegionChange out{.status = static_cast<uint8_t>(Back::Held)};
+// Of a zombie that nobody else holds: its memory is the region's again. Gone: the region is not there, or was never its own; then
+// the memory waits for its owner's pin and goes as any other's.
+Back Store::take_one(const TakeBack& item, uint32_t owner) {
   const uint32_t record = item.block.record;
+  const Control now = control(record);
+  if (now.state() != State::Zombie || now.generation() != item.block.generation + 1) return Back::Gone;  // meanwhile
   const Extent extent = extent_of(record);
-  const uint32_t before = extent.offset ? run_at(extent.offset - kPageBytes, owner.id, item.region) : Arena::kNobody;
-  const uint32_t behind = run_at(extent.end(), owner.id, item.region);
-  uint32_t into = before != Arena::kNobody ? before : behind;
-  if (into == Arena::kNobody) {
-    if (!has_two_records() || index_.find_exclusive(item.key) != Index::kAbsent) return out;
-    into = blocks_.free_head;
-    const CreateItem run{.key = item.key, .fingerprint = item.region, .tokens = 1};
-    if (!enter(request, run, layout_slot, extent, Index::kAbsent, use_now())) return undo_entry(into, false), out;
-    index_.insert_contents(into);
-    add_unsealed(owner, into);
-    out.opened = {into, control(into).generation()};
-    arena_.hand_over(extent, record, into);
-    blocks_.used_bytes -= extent.length;
-  } else {
-    if (before != Arena::kNobody && behind != Arena::kNobody) {
-      uint32_t last = behind;
-      if (extent_of(last).length > extent_of(into).length) std::swap(into, last);  // the fewer pages change hands
-      const Extent there = extent_of(last);
-      arena_.hand_over(there, last, into);
-      blocks_.used_bytes += there.length;  // end_run() takes it off
-      out.ended = {last, control(last).generation()};
-      end_run(owner, last);
-      const Extent kept = extent_of(into);
-      arena_.hand_over(extent, record, into);
-      move_run(into, {std::min(there.offset, kept.offset), there.length + extent.length + kept.length});
-    } else {
-      const Extent there = extent_of(into);
-      arena_.hand_over(extent, record, into);
-      move_run(into, {std::min(there.offset, extent.offset), there.length + extent.length});
-    }
-  }
+  const uint32_t region = index_.upkeep(record).link.load(std::memory_order_relaxed);
+  std::vector<Extent> pieces = pieces_of(extent);
+  const Extent behind = extent.in_pieces() ? pieces.back() : Extent{0, 0};
+  if (extent.in_pieces()) pieces.pop_back();
+  if (!is_region(region, owner) || index_.upkeep(region).fingerprint.load(std::memory_order_relaxed) != item.region)
+    return Back::Gone;
+  for (const Extent& piece : pieces)
+    if (!inside(piece, extent_of(region)) || arena_.holder(piece) != record) return Back::Gone;
+  for (const Extent& piece : pieces) arena_.hand_over(piece, record, region);
+  blocks_.used_bytes -= behind.length;
+  if (behind.length) arena_.release(behind, record), free_list(extent), room_.chances += 1;
   const auto& zombies = pins_.zombies;
   const auto place = std::find_if(zombies.begin(), zombies.end(), [&](const Zombie& zombie) { return zombie.record == record; });
   KV_INVARIANT(place != zombies.end());
   pins_.remove_zombie(static_cast<size_t>(place - zombies.begin()));
   if (!demote(record)) free_record(record, Event::LastPinGone);
-  out.status = static_cast<uint8_t>(Back::Taken), out.block = item.block;
-  return out;
+  return Back::Taken;
 }
 
 std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, std::span<const TakeBack> items) {
   const Entry entry(*this);
   check_pool();
-  Session& owner = session_of(owner_id);
+  static_cast<void>(session_of(owner_id));
   const LayoutTable::Known known = layouts_.by_id(layout);
   if (!known->layout.is_one_page())
     throw Error(Code::InvalidArgument, "a block of a region's layout has " +
                                            std::to_string(known->layout.extent_bytes(known->layout.block_tokens)) +
                                            " bytes, the limit is " + std::to_string(kPageBytes));
   std::vector<RegionChange> out(items.size(), RegionChange{.status = static_cast<uint8_t>(Back::Gone)});
+  RecordSet asked;
+  asked.resize(index_.max_blocks());
+  Slice slice(kBlocksOfASlice, 1);
   for (size_t i = 0; i < items.size(); ++i) {
     const auto [record, generation] = items[i].block;
-    if (record >= index_.max_blocks() || pins_.asked.contains(record)) continue;
+    if (record >= index_.max_blocks() || asked.contains(record)) continue;
     if (index_.upkeep(record).owner.load(std::memory_order_relaxed) != owner_id) continue;
     const Control now = control(record);
     if (now.state() == State::Sealed && now.generation() == generation)
       to_zombie(record, Event::Evict);
     else if (now.state() != State::Zombie || now.generation() != generation + 1 || now.flags() & kFlagQuarantined)
       continue;
-    pins_.asked.add(record);
+    asked.add(record);
     out[i].status = static_cast<uint8_t>(Back::Held);
+    if (slice.over()) mutex_.give_way(), slice.again();
   }
-  const RecordSet held = held_by_others(owner_id);
-  const CreateRequest request{owner_id, layout, kDefaultPriority, 0, {}};
+  const RecordSet held = held_by_others(owner_id, asked);
   for (size_t i = 0; i < items.size(); ++i) {
-    if (out[i].status != static_cast<uint8_t>(Back::Held)) continue;
-    pins_.asked.remove(items[i].block.record);
-    if (!held.contains(items[i].block.record)) out[i] = take_one(request, items[i], layout_slot(known->id), owner);
+    if (out[i].status != static_cast<uint8_t>(Back::Held) || held.contains(items[i].block.record)) continue;
+    const Back word = take_one(items[i], owner_id);
+    out[i].status = static_cast<uint8_t>(word);
+    if (word == Back::Taken) out[i].block = items[i].block;
+    if (slice.over()) mutex_.give_way(), slice.again();
   }
   return out;
 }
