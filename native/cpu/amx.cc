@@ -13,10 +13,16 @@
 namespace kvk {
 namespace {
 
-// Fewer rows leave most of a tile's sixteen empty, and there the packing is what takes time.
-constexpr uint32_t kManyRows = 8;
+// Fewer rows leave most of a tile's sixteen empty, and there the packing is what takes time. Codes under eight are still faster
+// without it (docs/kernels.md).
+constexpr uint32_t kManyRows = 8, kFewUnderCodes = 8;
 
-struct Amx : FewOfAll<kManyRows - 1> {
+struct Amx : FewOfAll<kFewUnderCodes> {
+  static bool few(const kvk_attention& a, const Task& task, const Tile& tile, uint32_t rows, const float* q, Held& held,
+                  Scratch& s) {
+    if (tile.segment->codec == KVK_F16) return FewOfAll<kFewRows>::few(a, task, tile, rows, q, held, s);
+    return FewOfAll<kFewUnderCodes>::few(a, task, tile, rows, q, held, s);
+  }
   static bool scores(const Tile& tile, uint32_t rows, uint32_t head_dim, uint32_t width, const float* q, Held& held, Scratch& s) {
     const bool many = rows >= kManyRows;
     if (quantised(tile.segment->codec))
