@@ -36,11 +36,58 @@ inline void awq_store(void* row, uint32_t column, __m256 value) {
   }
 }
 
+#if defined(__AVX512BF16__)
+// Four words beside each other: a line of bf16. Nibbles in the order of their columns; these numbers are never subnormal.
+inline __m512i awq_codes_of_two(__m512i words, int pair) {
+  const __m512i place =
+      _mm512_add_epi32(_mm512_set1_epi32(2 * pair), _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0));
+  const __m512i shifts = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
+  return _mm512_and_si512(_mm512_srlv_epi32(_mm512_permutexvar_epi32(place, words), shifts), _mm512_set1_epi32(15));
+}
+
+inline __m512i awq_four(const uint32_t* words) {
+  return _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
+}
+
+inline void unpack_four(const kvk_awq& a, uint64_t group, uint32_t word) {
+  const uint64_t stride = a.outputs / 8;
+  const __m512i zeros =
+      a.zeros == nullptr ? _mm512_set1_epi32(static_cast<int>(0x88888888u)) : awq_four(a.zeros + group * stride + word);
+  const uint16_t* scales = a.scales + group * a.outputs + 8 * word;
+  __m512i zero[2];
+  __m512 scale[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    zero[i] = awq_codes_of_two(zeros, i);
+    scale[i] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 16 * i)));
+  }
+  const AwqRun run = awq_run(a, group * a.group, a.first / 8 + word);
+  char* out = at(static_cast<char*>(a.out), static_cast<int64_t>(group * a.group) * a.out_row_stride) + 16 * word;
+  const uint32_t* words = run.words;
+  for (uint32_t k = 0; k < a.group; ++k, words += run.stride, out += a.out_row_stride) {
+    const __m512i packed = awq_four(words);
+    __m512 value[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i)
+      value[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(awq_codes_of_two(packed, i), zero[i])), scale[i]);
+    _mm512_storeu_si512(out, __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(value[1], value[0])));
+  }
+}
+#endif
+
 template <uint32_t Dtype>
 void unpack_groups(const kvk_awq& a, uint32_t start, uint32_t stop) {
   const uint64_t stride = a.outputs / 8;
   for (uint64_t group = start; group < stop; ++group)
     for (uint32_t word = 0; word < a.columns / 8; ++word) {
+#if defined(__AVX512BF16__)
+      const uint32_t at_word = a.first / 8 + word, panel_left = KVK_AWQ_PANEL_WORDS - at_word % KVK_AWQ_PANEL_WORDS;
+      if (Dtype == KVK_BF16 && a.columns / 8 - word >= 4 && (a.order != KVK_AWQ_PANELS || panel_left >= 4)) {
+        unpack_four(a, group, word);
+        word += 3;
+        continue;
+      }
+#endif
       const __m256i zero = awq_codes(a.zeros == nullptr ? 0x88888888u : a.zeros[group * stride + word]);
       const __m256 scale =
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a.scales + group * a.outputs + 8 * word)));
