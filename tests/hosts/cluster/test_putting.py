@@ -231,5 +231,6 @@ def test_a_master_that_does_not_answer_is_asked_once_a_round(two):
 def test_a_runtime_directory_that_takes_nothing_ends_no_fabric(tmp_path):
     fabric = Fabric.__new__(Fabric)
     fabric.pool, fabric._master, fabric._said = None, "", {"dir": str(tmp_path / "gone")}
+    fabric._transport = "none"
     fabric.members = types.SimpleNamespace(members={}, away="")
     fabric._tell()

@@ -33,8 +33,11 @@ def test_tables_say_ratios_and_reasons():
     faster = {**GOOD, "tokens_per_s": 2.0}
     rows = [{"limit_gib": 1.0, "drafted": faster, "plain": GOOD, "fio": float(2 << 30)}]
     assert cells(table["draft"](rows))[0][3:] == ["4.0 ×", "2.0 × of 1.00/s"]
-    rows = [{"limit_gib": 1.0, "first": {4: GOOD, 35: GONE}, "weights": 2e9}]
-    assert [row[4] for row in cells(table["first"](rows))] == ["2.00", ""]
+    ours = {4: {**GOOD, "bare": {"first_s": 1.0}}, 8: {**GOOD, "bare": GONE}, 35: {**GONE, "bare": GONE}}
+    rows = [{"limit_gib": 1.0, "first": ours, "weights": 2e9}]
+    said = cells(table["first"](rows))
+    assert [row[4] for row in said] == ["2.00; 2.00", "2.00", ""]
+    assert said[0][3] == "1.00 s; 1.00 s" and said[1][3] == f"1.00 s; {GONE['absent']}"
     rows = [{"limit_gib": 1.0, "plain": GOOD, "other": {"tokens_per_s": 0.05, "peak": None}}]
     rows.append({"limit_gib": 2.0, "plain": GOOD, "other": GONE})
     said = cells(table["accelerate"](rows))
