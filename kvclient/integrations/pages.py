@@ -20,7 +20,7 @@ from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.self_test import TRIES, WRONG_LATER, Refusing, Tried, try_at_start
 
-MISSING, RESIDENT, ON_DISK, ON_PEERS = 0, 2, 3, 4
+MISSING, PENDING, RESIDENT, ON_DISK, ON_PEERS = range(5)  # a look-up's states
 Buffers = Sequence[np.ndarray]  # of one page: contiguous bytes each
 
 

@@ -3,27 +3,19 @@
 Owns what each outcome means; copies nothing itself. Invariants: a block that comes back changed, that is not
 found though it was stored, or that this user or this pool never takes, ends the start; a store that takes
 nothing just now (away, draining, full of what is in use) does not: a line says so, and whoever asked compares
-the first block that it stores later, and takes Refusing for its client if that is wrong. Where what is found
-must be loaded, nothing is promised before each worker has given its word that its test passed.
+the first block that it stores later, and takes Refusing for its client if that is wrong.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvclient.blocks.layout import Layout
-from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
 
 WRONG_LATER = "self-test: the first block that was stored did not come back as it was"
-PENDING = 1
-MARK = Layout(  # a block of one byte, which is never read
-    num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8", kv_per_layer=1, block_tokens=1, meta_fixed=0,
-    meta_per_token=0, layer_bytes_per_token=(1,), name="mark",
-)  # fmt: skip
 TRIES = 3  # what somebody deletes between a store and its load is no fault
 
 
@@ -48,35 +40,6 @@ class Refusing:
 
     def __getattr__(self, name: str) -> Any:
         raise InvalidArgument(self._why)
-
-
-class Word:
-    """A worker's, to the scheduler of its engine in another process: blocks may be promised that it is to
-    load. It is a block that is never sealed, and so goes with the worker."""
-
-    def __init__(self, client: Any, name: bytes) -> None:
-        self._client, self._name, self._writer = client, name, None
-
-    def give(self) -> None:
-        """Unless it stands. Where the store takes nothing just now it is to be given again."""
-        try:
-            if self._client.lookup([self._name]).states[0] != PENDING:
-                self._writer = self._client.create([self._name], self._client.register_layout(MARK))
-        except KVClientError:  # nothing is promised then, which is a miss
-            self._writer = None
-
-
-def all_gave_their_word(client: Any, names: Sequence[bytes]) -> bool:
-    """Reads shared memory."""
-    try:
-        return set(client.lookup(list(names)).states) == {PENDING}
-    except KVClientError:
-        return False
-
-
-def word_name(engine: str, rank: int) -> bytes:
-    """`engine`: what no other has."""
-    return hashlib.sha256(f"kvstored: the self-test passed\0{engine}\0{rank}".encode()).digest()
 
 
 def try_at_start(

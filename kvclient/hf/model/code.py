@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,67 +39,72 @@ IMPORT = dis.opmap["IMPORT_NAME"]
 LONGEST = 64  # letters of a constant that may be a name, as getattr() takes one
 
 
-class Code(Reached):
-    """Of the modules that the model has now. About 5 ms for a model of 30 layers. functions: all that were
-    reached; bindings: where a name was looked up (a namespace, a class, a registry), and the name; reads: the
-    names that it reads. unsteady: ids of closures' cells, and (id of where, name), that hold what the passes
-    themselves note down, which is no code: neither digested nor looked at.
+class Code:
+    """Of the modules that the model has now. Some 15 ms for a model of 30 layers. functions: all that were
+    reached; bindings: where a name was looked up (a namespace, a class, a registry), and the name. unsteady:
+    ids of closures' cells, and (id of where, name), that hold what the passes themselves note down, which is
+    no code: neither digested nor looked at.
     """
 
     def __init__(self, model: torch.nn.Module, unsteady: frozenset[Any] = frozenset()) -> None:
-        super().__init__(model, unsteady)
+        self.unsteady = unsteady
+        self.values = Reached(model, unsteady, weakref.proxy(self))  # no circle: what it keeps goes with this
         self._functions: dict[tuple[int, int], tuple[types.FunctionType, list[Any]]] = {}
         self._roots: list[list[Any]] = []
         self.frozen: set[int] = set()  # ids of defaults that cannot be written to
         for kind in {type(module): None for module in model.modules()}:
-            self._kind(kind)
+            self.reach_kind(kind)
         for name, module in model.named_modules():
-            self._hold(name, module)
+            self.values.hold(name, module)
         for what, registry, chosen in _registered(model):
             self._root(what, registry.get(chosen), registry, chosen)
-        self._roots += self._all_held()
+        self._roots += self.values.all_held()
         self.digest = hashlib.sha256(encode([self._roots, self._spelled()])).digest()
         self.functions = list({id(function): function for function, _ in self._functions.values()}.values())
-        self.bindings = list(self._bindings.values())
+        self.bindings = list(self.values.bindings.values())
 
-    def _kind(self, kind: type) -> None:
+    def reach_kind(self, kind: type) -> None:
         """A class of the model's modules, or of those that hide."""
         self._root(kind.__qualname__, of_class(kind, "forward"), kind, "forward", kind)
         for name in OF_A_LAYER:
-            self._bindings[id(kind), name] = (kind, name)
+            self.values.bindings[id(kind), name] = (kind, name)
             if _walked(found := of_class(kind, name)):
                 self._root(f"{kind.__qualname__}.{name}", found, kind, name, kind)
         if not named(kind.__module__):
             numbers = [k for k, v in vars(kind).items() if type(v) in VALUES and not k.startswith("_")]
             self._roots.append([kind.__qualname__, sorted((k, text_of(vars(kind)[k])) for k in numbers)])
-            self._bindings.update({(id(kind), k): (kind, k) for k in numbers})
+            self.values.bindings.update({(id(kind), k): (kind, k) for k in numbers})
 
     def _root(self, where: str, found: Any, holder: Any, name: str, owner: type | None = None) -> None:
-        self._roots.append([where, self._reach(found, holder, name, owner, where)])
+        self._roots.append([where, self.reach(found, holder, name, owner, where)])
 
-    def _reach(
+    def reach(
         self, found: Any, holder: Any, name: str, owner: type | None = None, where: str = "", depth: int = 0
     ) -> Any:
         """What `found` is called in the digest; its code is walked, once for each class that has it. holder:
-        where it was looked up. owner: the class of its first argument."""
+        where it was looked up. owner: the class of its first argument. Raises InvalidArgument where the code
+        has no end.
+        """
         if holder is not None:
-            self._bindings[id(holder), name] = (holder, name)
+            self.values.bindings[id(holder), name] = (holder, name)
         if isinstance(found, functools.partial):
-            said = [self._value(where, v, depth) for v in (*found.args, *sorted(found.keywords.items()))]
-            return ["partial", self._reach(found.func, None, "", None, where, depth), said]
+            said = [
+                self.values.value(where, v, depth) for v in (*found.args, *sorted(found.keywords.items()))
+            ]
+            return ["partial", self.reach(found.func, None, "", None, where, depth), said]
         bound = getattr(found, "__self__", None) if isinstance(found, types.MethodType) else None
         found = _function(found)
         if isinstance(found, torch.jit.ScriptFunction):
             return f"script:{found.code}"
         original = getattr(found, "_torchdynamo_orig_callable", None)
         if original is not None:
-            return self._reach(original, None, "", None, where, depth)
+            return self.reach(original, None, "", None, where, depth)
         if not isinstance(found, types.FunctionType):
             return self._no_function(found, where, depth)
         called = f"{found.__globals__.get('__name__')}.{found.__code__.co_qualname}"
         if bound is not None and not isinstance(bound, type):
             owner = type(bound)
-            called = f"{called} of {self._value(where, bound, depth)}"
+            called = f"{called} of {self.values.value(where, bound, depth)}"
         place = (id(found), id(owner))
         if _walked(found) and place not in self._functions:
             if len(self._functions) >= MOST_FUNCTIONS:
@@ -111,22 +117,22 @@ class Code(Reached):
         if isinstance(found, type):
             return [text_of(found), self._of_class(found, [])]
         if isinstance(found, torch.nn.Module) or not _walked(call := of_class(type(found), "__call__")):
-            return self._value(where, found, depth, called=True)
-        called = self._reach(call, type(found), "__call__", type(found), where, depth)
-        return [called, self._value(where, found, depth, called=True)]
+            return self.values.value(where, found, depth, called=True)
+        called = self.reach(call, type(found), "__call__", type(found), where, depth)
+        return [called, self.values.value(where, found, depth, called=True)]
 
     def _described(self, function: types.FunctionType, called: str, owner: type | None) -> list[Any]:
         out: list[Any] = [called, _spelled(function.__code__)]
         names = sorted(_names(function.__code__, not named(function.__globals__.get("__name__"), LIBRARIES)))
-        self.reads.update(names)
+        self.values.reads.update(names)
         fixed = (*VALUES, types.FunctionType, type)
         if all(type(value) in fixed for value in function.__defaults__ or ()):
             self.frozen.add(id(function.__defaults__))
         for place in ("__defaults__", "__kwdefaults__"):
             if (id(function), place) not in self.unsteady:
-                out.append(self._value(f"{called}.{place}", getattr(function, place) or ()))
+                out.append(self.values.value(f"{called}.{place}", getattr(function, place) or ()))
         if function.__dict__:
-            self._hold_dict(called, function, function.__dict__)
+            self.values.hold_dict(called, function, function.__dict__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
@@ -134,11 +140,11 @@ class Code(Reached):
                 continue
             if id(cell) in self.unsteady:
                 continue
-            out.append([name, self._value(f"{called}.{name}", held)])
+            out.append([name, self.values.value(f"{called}.{name}", held)])
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
-            out.append(["wrapped", self._reach(wrapped, None, "", owner, called)])
+            out.append(["wrapped", self.reach(wrapped, None, "", owner, called)])
         if owner is not None:
-            out += self._of_owner(owner, names)
+            out += self.of_owner(owner, names)
         for name in names:
             if name in function.__globals__:
                 out += self._looked_up(function.__globals__, name, names)
@@ -146,7 +152,7 @@ class Code(Reached):
             out += self._looked_up(sys.modules, imported, names)
         return out
 
-    def _of_owner(self, owner: type, names: list[str]) -> list[Any]:
+    def of_owner(self, owner: type, names: list[str]) -> list[Any]:
         """What these names are of a class: methods, properties, plain values; with super() those of each base
         that has one."""
         out: list[Any] = []
@@ -154,7 +160,7 @@ class Code(Reached):
             for base in owner.__mro__ if "super" in names else owner.__mro__[:1]:
                 found = of_class(owner, name) if base is owner else base.__dict__.get(name)
                 if _walked(found):
-                    out.append([f"self.{name}", self._reach(found, base, name, owner)])
+                    out.append([f"self.{name}", self.reach(found, base, name, owner)])
                 elif not name.startswith("__") and not named(base.__module__):
                     out += self._plain(base, name, found)
         return out
@@ -166,13 +172,13 @@ class Code(Reached):
         are there. within: modules that this one was looked up in."""
         value = namespace.get(name)
         if isinstance(value, functools.partial) or _walked(value):
-            return [[name, self._reach(value, namespace, name, None, name)]]
+            return [[name, self.reach(value, namespace, name, None, name)]]
         if type(value) is types.ModuleType and not named(value.__name__):
             if value in within:
                 return []
             there, within = [n for n in names if n in vars(value)], (*within, value)
             if namespace is sys.modules:
-                self._bindings[id(namespace), name] = (namespace, name)
+                self.values.bindings[id(namespace), name] = (namespace, name)
             return [said for n in there for said in self._looked_up(vars(value), n, names, within)]
         if isinstance(value, type):
             return self._of_class(value, names)
@@ -182,17 +188,17 @@ class Code(Reached):
         return (
             []
             if named(kind.__module__, LIBRARIES)
-            else self._of_owner(kind, sorted({*names, *MADE_AND_CALLED}))
+            else self.of_owner(kind, sorted({*names, *MADE_AND_CALLED}))
         )
 
     def _plain(self, holder: Any, name: str, value: Any) -> list[Any]:
         if isinstance(value, type | types.ModuleType) or (id(holder), name) in self.unsteady:
             return []
         theirs = isinstance(holder, dict) and named(holder.get("__name__"), LIBRARIES)
-        if plain_text(value) is None and (theirs or not self._counts(value)):
+        if plain_text(value) is None and (theirs or not self.values.counts(value)):
             return []  # as transformers' registries, and activations that have a name like another's
-        self._bindings[id(holder), name] = (holder, name)
-        return [[name, self._value(f"{getattr(holder, '__qualname__', '')}.{name}", value)]]
+        self.values.bindings[id(holder), name] = (holder, name)
+        return [[name, self.values.value(f"{getattr(holder, '__qualname__', '')}.{name}", value)]]
 
     def _spelled(self) -> list[Any]:
         """In an order that does not depend on which was reached first."""

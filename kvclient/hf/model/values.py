@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -117,17 +117,33 @@ class Held:
         self.done, self.of_kind = set[str](), set[str]()  # names that were looked at, of it and of its class
 
 
+class Walk(Protocol):
+    """Who walks the code that values lead to: kvclient.hf.model.code."""
+
+    def reach(
+        self, found: Any, holder: Any, name: str, owner: type | None = None, where: str = "", depth: int = 0
+    ) -> Any:
+        """What `found` is called in the digest. Raises InvalidArgument for code without an end."""
+
+    def of_owner(self, owner: type, names: list[str]) -> list[Any]:
+        """What these names are of a class."""
+
+    def reach_kind(self, kind: type) -> None:
+        """A class of the model's modules, or of those that hide."""
+
+
 class Reached:
-    """The values of one model. tensors: those to digest, by where they were read; hidden: modules that no
-    state_dict has, in the order in which they were reached; kept: what would get another's id if it went.
+    """The values of one model. reads: names that its code reads; tensors: those to digest, by where they were
+    read; hidden: modules that no state_dict has, in the order in which they were reached; kept: what would
+    get another's id if it went; bindings: by id of where and name.
     """
 
-    def __init__(self, model: torch.nn.Module, unsteady: frozenset[Any]) -> None:
-        self.unsteady, self.reads = unsteady, set[str]()
+    def __init__(self, model: torch.nn.Module, unsteady: frozenset[Any], walk: Walk) -> None:
+        self.unsteady, self.reads, self._walk = unsteady, set[str](), walk
         self.tensors: dict[str, torch.Tensor] = {}
         self.hidden: list[torch.nn.Module] = []
         self.kept: list[Any] = []
-        self._bindings: dict[tuple[int, str], tuple[Any, str]] = {}
+        self.bindings: dict[tuple[int, str], tuple[Any, str]] = {}
         self._held: dict[int, Held] = {}
         self._places: set[int] = set()
         self._known = {id(module) for module in model.modules()}
@@ -135,27 +151,16 @@ class Reached:
             id(t) for m in model.modules() for d in (m._parameters, m._buffers) for t in d.values()
         }
 
-    def _reach(
-        self, found: Any, holder: Any, name: str, owner: type | None = None, where: str = "", depth: int = 0
-    ) -> Any:
-        raise NotImplementedError
-
-    def _of_owner(self, owner: type, names: list[str]) -> list[Any]:
-        raise NotImplementedError
-
-    def _kind(self, kind: type) -> None:
-        raise NotImplementedError
-
     # ---------------------------------------------------------------- values
 
-    def _counts(self, value: Any) -> bool:
+    def counts(self, value: Any) -> bool:
         """Whether a value that is read by name is more than a library's own."""
         if plain_text(value) is not None or isinstance(value, torch.Tensor | np.ndarray | torch.nn.Module):
             return True
         called = types.FunctionType | types.MethodType | functools.partial | weakref.ref
         return _walkable(value) or isinstance(value, called) or _users(type(value))
 
-    def _value(self, where: str, value: Any, depth: int = 0, called: bool = False) -> Any:
+    def value(self, where: str, value: Any, depth: int = 0, called: bool = False) -> Any:
         """What a value is in the digest. called: its code is known already."""
         if (text := plain_text(value)) is not None:
             return text
@@ -169,16 +174,16 @@ class Reached:
                 return text_of(value)
             return [type(value).__name__, *self._items(where, value, depth + 1)]
         if isinstance(value, weakref.ref) and depth < DEEPEST:
-            return ["weakref", self._value(where, value(), depth + 1)]
+            return ["weakref", self.value(where, value(), depth + 1)]
         if callable(value) and not called:
-            return self._reach(value, None, "", None, where, depth)
+            return self._walk.reach(value, None, "", None, where, depth)
         if _users(type(value)) and not isinstance(value, type):
-            self._hold(where, value)
+            self.hold(where, value)
         return text_of(value)
 
     def _items(self, where: str, value: Any, depth: int) -> list[Any]:
         return [
-            [plain_text(key) or text_of(key), self._value(f"{where}[{key!s:.40}]", item, depth)]
+            [plain_text(key) or text_of(key), self.value(f"{where}[{key!s:.40}]", item, depth)]
             for key, item in items_of(value)
         ]
 
@@ -202,8 +207,8 @@ class Reached:
                 continue
             self._known.add(id(each))
             self.hidden.append(each)
-            self._hold(f"{where}.{name}", each, hides=True)
-            self._kind(type(each))
+            self.hold(f"{where}.{name}", each, hides=True)
+            self._walk.reach_kind(type(each))
             for key, tensor in (*each._parameters.items(), *each._buffers.items()):
                 if tensor is not None:
                     self._tensor(f"{where}.{name}.{key}", tensor)
@@ -211,7 +216,7 @@ class Reached:
 
     # ---------------------------------------------------------------- attributes, of which some are read
 
-    def _hold(self, where: str, what: Any, hides: bool = False) -> None:
+    def hold(self, where: str, what: Any, hides: bool = False) -> None:
         """An object, or a module, of which what is read counts. hides: the model has no such module."""
         try:
             values = object.__getattribute__(what, "__dict__")
@@ -219,14 +224,15 @@ class Reached:
             values = None
         if not isinstance(values, dict):
             values = _slots(what)
-        self._hold_dict(where, what, values, hides)
+        self.hold_dict(where, what, values, hides)
 
-    def _hold_dict(self, where: str, what: Any, values: dict[str, Any], hides: bool = False) -> None:
+    def hold_dict(self, where: str, what: Any, values: dict[str, Any], hides: bool = False) -> None:
+        """The same of a function, whose attributes these are."""
         if id(what) not in self._held and len(self._held) < MOST_HELD:
             self._places.add(id(what if isinstance(values, Slots) else values))
             self._held[id(what)] = Held(where, what, values, isinstance(what, torch.nn.Module), hides)
 
-    def _all_held(self) -> list[Any]:
+    def all_held(self) -> list[Any]:
         """What is read of all that is held; reading may reach more of both."""
         out: list[Any] = []
         while True:
@@ -241,12 +247,12 @@ class Reached:
             if key in held.done or not self._told(held, key, value):
                 continue
             held.done.add(key)
-            if (id(held.values), key) not in self.unsteady and (callable(value) or self._counts(value)):
+            if (id(held.values), key) not in self.unsteady and (callable(value) or self.counts(value)):
                 if isinstance(held.values, Slots):
-                    self._bindings[id(held.what), key] = (held.what, key)
+                    self.bindings[id(held.what), key] = (held.what, key)
                 else:
-                    self._bindings[id(held.values), key] = (held.values, key)
-                out.append([held.where, key, self._value(f"{held.where}.{key}", value)])
+                    self.bindings[id(held.values), key] = (held.values, key)
+                out.append([held.where, key, self.value(f"{held.where}.{key}", value)])
         return out if isinstance(held.what, types.FunctionType) else out + self._of_kind(held)
 
     def holds(self, at: Any) -> bool:
@@ -260,8 +266,8 @@ class Reached:
         held.of_kind.update(names)
         if not isinstance(held.values, Slots):  # which one of its own would take the place of
             places = {(id(held.values), name): (held.values, name) for name in names}
-            self._bindings.update({key: places[key] for key in places.keys() - self.unsteady})
-        return self._of_owner(type(held.what), names) if names else []
+            self.bindings.update({key: places[key] for key in places.keys() - self.unsteady})
+        return self._walk.of_owner(type(held.what), names) if names else []
 
     def _told(self, held: Held, key: str, value: Any) -> bool:
         """Whether an attribute counts. Plain values and tensors of the model's modules are

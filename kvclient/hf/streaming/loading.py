@@ -28,7 +28,7 @@ Key = tuple[int, str]  # a layer and a part's name
 
 
 class Loading:
-    """From begin() on what a pass begins with comes into the slots, and behind it the parts that stay as they
+    """From begin() on what a pass begins with comes into the slots, and beside it the parts that stay as they
     are read, in their order, by threads of its own. Parts that are copied are read when they are asked for,
     as their copies take memory. Tells of the bytes that came, and of all that will. told: None, nobody asks.
     """
@@ -87,8 +87,6 @@ class Loading:
             return None
 
     def _run(self) -> None:
-        if self.scheduler is not None:  # more threads that touch memory would halve what the first layers get
-            self.scheduler.wait_for_first()
         while (key := self._next()) is not None:
             coming = self._coming[key]
             try:

@@ -79,11 +79,6 @@ class Scheduler:
             self._table.follow(layers)
             self._tell()
 
-    def wait_for_first(self) -> None:
-        """Until what a pass begins with is there, or could not be had, or is read by who asks for it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._asks or not self._table.reads_first())
-
     @contextlib.contextmanager
     def holding(self, layer: int, passing: bool = True) -> Iterator[Slot]:
         """The layer's slot, full, for as long as the block runs. passing: of a pass; else it is only looked

@@ -94,12 +94,6 @@ class SlotTable:
                 return layer, slot
         return None
 
-    def reads_first(self) -> bool:
-        """Whether a slot is still to be filled for the first time."""
-        soon = any(self._holder(layer) is None and layer not in self._failed for layer in self._soon)
-        fresh = [slot for slot in self.slots if not slot.touched]
-        return any(slot.layer is not None or soon for slot in fresh)
-
     def filled(self, slot: Slot, error: BaseException | None) -> None:
         """The slot's read ended: its layer may be used, or `error` is kept for who asks for it."""
         assert slot.layer is not None and not slot.ready and not slot.users

@@ -18,7 +18,7 @@ import kvclient
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Lease, Leases
-from kvclient.integrations.self_test import all_gave_their_word, word_name
+from kvclient.integrations.marks import all_gave_their_word, word_name
 from kvclient.integrations.tensorrt_llm.identity import common, connect, engine_name, of_rank, of_request
 
 log = logging.getLogger("tensorrt_llm.kvstored")

@@ -18,7 +18,8 @@ from tensorrt_llm._utils import mpi_rank
 
 from kvclient.errors import BlockLost, InvalidArgument
 from kvclient.integrations.health import Health
-from kvclient.integrations.self_test import Tried, Word, word_name
+from kvclient.integrations.marks import Word, word_name
+from kvclient.integrations.self_test import Tried
 from kvclient.integrations.tensor_pages import TensorPages
 from kvclient.integrations.tensorrt_llm.identity import common, connect, engine_name, of_rank
 from kvclient.integrations.tensorrt_llm.scheduler import Step, Transfer

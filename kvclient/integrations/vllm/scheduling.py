@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Lease, Leases
+from kvclient.integrations.pages import PENDING
 from kvclient.integrations.unsure import Doubts
 from kvclient.integrations.vllm.adapters import Adapters
 from kvclient.integrations.vllm.events import Events
@@ -31,7 +32,6 @@ from kvclient.integrations.vllm.identity import KEY_BYTES, RequestKeys, anew, of
 
 log = logging.getLogger("vllm.kvstored")
 THERE = b"\2\3"  # in memory, on disk
-PENDING = 1
 FETCHES = 4  # requests for which other hosts are asked at a time
 LEASE_S = 30.0  # how long what was brought is kept for a request that waits for room
 MAX_BROUGHT = 32_768  # blocks of all requests, of the client's 65,536 pins

@@ -327,10 +327,10 @@ class Store {
   static uint64_t credible(const Session& session, const std::atomic<uint64_t>& claimed);
   void expire() REQUIRES(mutex_);              // gives way, as flush() and tick() do
   bool is_current(const Expiry& entry) const;  // about the block that lies in the record now
-  void set_expiry(uint32_t record, uint32_t second) REQUIRES(mutex_);
-  void remember_expiry(uint32_t record) REQUIRES(mutex_);
+  void set_expiry(uint32_t record, uint32_t second) REQUIRES(mutex_), remember_expiry(uint32_t record) REQUIRES(mutex_);
   Session& session_of(uint32_t id) REQUIRES(mutex_);  // throws FailedPrecondition: it has ended, or there is none
   void end_session_locked(Session& session) REQUIRES(mutex_), end_truncated_sessions() REQUIRES(mutex_);
+  Session* still_there(uint32_t owner, const KnownLayout& known) REQUIRES(mutex_);  // behind a give_way(); null: one of them went
   void add_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void drop_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void check_memory() REQUIRES(mutex_), check_pool() REQUIRES(mutex_);

@@ -121,6 +121,13 @@ RegionChange Store::publish_one(const CreateRequest& request, const Publish& ite
   return out;
 }
 
+Store::Session* Store::still_there(uint32_t owner, const KnownLayout& known) {
+  const auto found = sessions_.find(owner);
+  const uint32_t slot = layout_slot(known.id);
+  const bool there = found != sessions_.end() && !found->second->ended && layouts_.is_known(slot);
+  return there && layouts_.in(slot)->id == known.id ? &*found->second : nullptr;
+}
+
 std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span<const Publish> items) {
   const Entry entry(*this);
   check_pool();
@@ -139,11 +146,8 @@ std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span
   for (size_t i = 0; i < items.size(); ++i) {
     if (slice.over()) {
       mutex_.give_way(), slice.again();
-      const auto found = sessions_.find(request.owner);  // what was done is answered whatever became of them meanwhile
-      const uint32_t slot = layout_slot(known->id);
-      if (found == sessions_.end() || found->second->ended || !layouts_.is_known(slot) || layouts_.in(slot)->id != known->id)
-        break;
-      owner = &*found->second, now = std::min(now, clock_.value);  // all scores may have been divided
+      if (!(owner = still_there(request.owner, *known))) break;  // what was done is answered all the same
+      now = std::min(now, clock_.value);                         // all scores may have been divided
     }
     out[i] = publish_one(request, items[i], *known, *owner, now);
   }
@@ -246,11 +250,7 @@ std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, s
     if (!is_asked(i) || held.contains(items[i].block.record)) continue;
     if (slice.over()) {
       mutex_.give_way(), slice.again();
-      const auto found = sessions_.find(owner_id);
-      const uint32_t slot = layout_slot(known->id);
-      if (found == sessions_.end() || found->second->ended || !layouts_.is_known(slot) || layouts_.in(slot)->id != known->id)
-        break;
-      owner = &*found->second;
+      if (!(owner = still_there(owner_id, *known))) break;
     }
     out[i] = take_one(request, items[i], layout_slot(known->id), *owner);
   }

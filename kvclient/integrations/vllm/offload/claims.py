@@ -18,7 +18,8 @@ from typing import Any
 from kvclient._core import DerivedKeys
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
-from kvclient.integrations.self_test import MARK, PENDING
+from kvclient.integrations.marks import MARK
+from kvclient.integrations.pages import PENDING
 
 _MARKS = DerivedKeys(b"kvstored: is being computed".ljust(32, b"\0"))
 

@@ -33,8 +33,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
-from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT
-from kvclient.integrations.self_test import PENDING, all_gave_their_word
+from kvclient.integrations.marks import all_gave_their_word
+from kvclient.integrations.pages import MISSING, ON_DISK, PENDING, RESIDENT
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload.claims import Claims
 from kvclient.integrations.vllm.offload.naming import OffloadNames, Resets

@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 import kvclient
+from kvclient.integrations.marks import word_name
 from kvclient.integrations.options import with_defaults
-from kvclient.integrations.self_test import word_name
 from kvclient.integrations.vllm.offload.naming import OffloadNames, engine_config
 from kvclient.integrations.vllm.offload.scheduling import KvstoredManager
 from kvclient.integrations.vllm.offload.worker import KvstoredWorker

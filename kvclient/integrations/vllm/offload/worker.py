@@ -27,7 +27,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvclient.integrations.health import Health
-from kvclient.integrations.self_test import Tried, Word
+from kvclient.integrations.marks import Word
+from kvclient.integrations.self_test import Tried
 from kvclient.integrations.tensor_pages import Rows, TensorPages
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload.scheduling import StoredBlocks

@@ -10,7 +10,7 @@ import time
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 import kvclient
-from kvclient.integrations.self_test import Word, word_name
+from kvclient.integrations.marks import Word, word_name
 from tests.engines.vllm.offloading.vllm_spec_parts import (
     CONTEXT,
     DIRECTORY,

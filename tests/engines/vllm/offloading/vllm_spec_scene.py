@@ -33,8 +33,8 @@ from vllm.v1.kv_offload.config import (
 )
 
 import kvclient
+from kvclient.integrations.marks import Word, all_gave_their_word, word_name
 from kvclient.integrations.pages import MISSING
-from kvclient.integrations.self_test import Word, all_gave_their_word, word_name
 from kvclient.integrations.tensor_pages import TensorPages
 from kvclient.integrations.vllm.offload import scheduling as offload_scheduling
 from kvclient.integrations.vllm.offload.naming import OffloadNames

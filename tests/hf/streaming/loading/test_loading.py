@@ -26,7 +26,6 @@ from kvclient.hf.streaming import (
 )
 from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, plan
-from tests.conftest import wait_for
 
 PROMPT = torch.arange(1, 25)[None]
 STAYS = 3  # the layers from it on, of five
@@ -75,41 +74,6 @@ def test_a_pass_begins_before_all_that_stays_is_there(checkpoint, want):
     bytes_once = sum(tensor.nbytes for tensor in model.model.layers[STAYS].state_dict().values())
     assert 0 < bytes_once < streaming_stats(model)["bytes"]
     assert not any(tensor.is_meta for tensor in model.model.layers[STAYS].state_dict().values())
-    streams_of(model).close()
-
-
-@pytest.mark.parametrize("fault", [False, True])
-def test_what_stays_is_read_behind_what_a_pass_begins_with(checkpoint, want, fault):
-    """Else four threads touch memory for the first time, and a pass begins after twice the time."""
-    done, early = [], []
-
-    class Slow(DiskMover):
-        def fill(self, layer, pieces, slot):
-            if layer >= STAYS and len(done) < 2:
-                early.append(layer)
-            failing = fault and layer == 1 and len(done) < 3
-            done.append(layer) if failing else None
-            if failing:
-                raise StreamingFailed(self.path, layer, 0, "no")
-            super().fill(layer, pieces, slot)
-            done.append(layer)
-
-    model = StreamingCausalLM.from_pretrained(checkpoint, PARTLY, mover=lambda files: Slow(*files.paths))
-    wait_for(lambda: set(done) >= set(range(STAYS, 5)), "nobody read what stays")
-    assert not early
-    if not fault:
-        assert torch.equal(logits(model), want)
-    streams_of(model).close()
-
-
-@pytest.mark.parametrize("config", [{"prefetch_layers_ahead": 0}, {"n_staging_slots": 8}])
-def test_what_stays_waits_for_nothing_that_is_not_read(checkpoint, want, config):
-    """Nothing is read before it is asked for; more slots than a pass begins with."""
-    config = StreamingConfig(residency="partial_resident", keep_first_k=0, keep_last_k=2, **config)
-    model, mover = opened(checkpoint, config)
-    mover.may.set()
-    streams_of(model).settle()
-    assert torch.equal(logits(model), want)
     streams_of(model).close()
 
 
