@@ -1,8 +1,9 @@
 """What a user writes into an engine's own configuration for our part of it.
 
-Owns the check that no name is misspelt and that a value is of its default's kind and within bounds; never a
-default. Invariants: an unknown name stops the start, for an option that is silently ignored is a cache that
-silently never hits; no number leaves here that is none (nan), without an end, or below zero.
+Owns the check that no name is misspelt and that a value is of its default's kind and within bounds, and the
+client of what every engine's part is told alike; never a default. Invariants: an unknown name stops the
+start, for an option that is silently ignored is a cache that silently never hits; no number leaves here that
+is none (nan), without an end, or below zero.
 """
 
 from __future__ import annotations
@@ -11,10 +12,24 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import kvclient
 from kvclient.errors import InvalidArgument
 
 MAX_SECONDS = 86_400.0
 MAX_COUNT = 1 << 31
+
+
+def connected(options: Mapping[str, Any]) -> Any:
+    """A client for an engine, by `dir`, `namespace`, `timeout_s`: what the daemon cannot do is a miss. Raises
+    what kvclient.connect() raises, but Unavailable: a store that is away counts as empty.
+    """
+    return kvclient.connect(
+        options["dir"],
+        options["namespace"],
+        on_error="miss",
+        timeout_s=float(options["timeout_s"]),
+        owner="engine",
+    )
 
 
 def with_defaults(

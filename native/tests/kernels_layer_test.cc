@@ -50,7 +50,7 @@ struct Weights {
 
   Weights(uint32_t dtype, bool words, uint32_t inputs, uint32_t outputs)
       : numbers(dtype, words ? 0 : uint64_t{inputs} * outputs, 0.2f),
-        bias(words ? KVK_F32 : dtype, outputs),
+        bias(words ? uint32_t{KVK_F32} : dtype, outputs),
         packed(words ? inputs : 0, words ? outputs : 0) {
     made.inputs = inputs, made.outputs = outputs, made.group = words ? kGroup : 0;
     made.values = words ? static_cast<const void*>(packed.words.data()) : numbers.data();

@@ -49,7 +49,7 @@ bool again_and_again(Product& many, Product& few, const std::vector<float>& want
 volatile sig_atomic_t rung = 0;
 volatile float rung_sum = 0;
 void ring(int) {
-  ++rung;
+  rung = rung + 1;
   for (int i = 1; i < 50; ++i) rung_sum = rung_sum + 1.0f / static_cast<float>(i);
 }
 

@@ -20,13 +20,12 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-import kvclient
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.lmcache.naming import Identities, shared_keys, tag_of
 from kvclient.integrations.objects import Object, Objects
-from kvclient.integrations.options import with_defaults
+from kvclient.integrations.options import connected, with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT
 
 log = logging.getLogger("lmcache.kvstored")
@@ -76,13 +75,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         super().__init__()  # no capacity: the daemon evicts, for all its clients together
         options = with_defaults(params, OPTIONS, "adapter_params")
         self._identities = Identities(options["model_identity"], options["model_path"])
-        self._client = kvclient.connect(
-            options["dir"],
-            options["namespace"],
-            on_error="miss",
-            timeout_s=float(options["timeout_s"]),
-            owner="engine",
-        )
+        self._client = connected(options)
         self._health = Health(self._client, log)
         self._objects = Objects(self._client, self._health, float(options["wait_s"]))
         self._locks = Leases(float(options["lock_s"]), MAX_LOCKED)

@@ -14,12 +14,11 @@ from typing import Any
 
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
 from kvclient.integrations.lmcache.naming import Identities, shared_keys
 from kvclient.integrations.objects import TAG_BYTES, Object, Objects
-from kvclient.integrations.options import with_defaults
+from kvclient.integrations.options import connected, with_defaults
 from kvclient.integrations.pages import ON_DISK, ON_PEERS, RESIDENT
 
 log = logging.getLogger("lmcache.kvstored")
@@ -55,13 +54,7 @@ class KvstoredRemoteConnector(RemoteConnector):
         options = with_defaults(chosen, OPTIONS, f"extra_config[{PREFIX}…]", LMCACHES)
         self._identities = Identities(options["model_identity"], options["model_path"])
         self._loop, self._memory = loop, local_cpu_backend
-        self._client = kvclient.connect(
-            options["dir"],
-            options["namespace"],
-            on_error="miss",
-            timeout_s=float(options["timeout_s"]),
-            owner="engine",
-        )
+        self._client = connected(options)
         self._health = Health(self._client, log)
         fetch_wait_s = float(options["fetch_wait_s"])
         self._peers = fetch_wait_s > 0

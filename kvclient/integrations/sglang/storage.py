@@ -22,11 +22,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
-from kvclient.integrations.options import with_defaults
+from kvclient.integrations.options import connected, with_defaults
 from kvclient.integrations.pages import ON_DISK, RESIDENT, Pages
 from kvclient.integrations.self_test import Tried
 from kvclient.integrations.sglang.buffers import Flat, as_bytes, buffers_of
@@ -79,11 +78,7 @@ class KvstoredHiCache(HiCacheStorage):
         self.config, self.in_place = storage_config, bool(extra.get("interface_v1", 0))
         self.served = {"weights": weights_of(self.options), "engine": engine_of(self.options)}
         self._updates, self._outdated = updates(), False
-        self._client = kvclient.connect(
-            self.options["dir"], self.options["namespace"], on_error="miss",
-            timeout_s=float(self.options["timeout_s"]),
-            owner="engine",
-        )  # fmt: skip
+        self._client = connected(self.options)
         self._health = Health(self._client, log)
         self.pages = Pages(self._client, self._health, float(self.options["wait_s"]))
         self._fetch_wait_s = float(self.options["fetch_wait_s"])

@@ -14,7 +14,6 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.integrations.arguments import counted, environment, fields_of
 from kvclient.integrations.checkpoint import checkpoint_digest, located
@@ -117,17 +116,6 @@ def _draft(speculative: Any) -> str | None:
 def engine_name(identity: bytes) -> str:
     """Of the engine in this process, which no other process has; rank 0 has both halves."""
     return _names.setdefault(identity, os.urandom(16).hex())
-
-
-def connect(options: dict[str, Any]) -> Any:
-    """A client for an engine: what the daemon cannot do is a miss."""
-    return kvclient.connect(
-        options["dir"],
-        options["namespace"],
-        on_error="miss",
-        timeout_s=float(options["timeout_s"]),
-        owner="engine",
-    )
 
 
 def of_rank(keys: list[bytes], rank: int) -> list[bytes]:

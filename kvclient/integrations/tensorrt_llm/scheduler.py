@@ -19,7 +19,8 @@ from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Lease, Leases
 from kvclient.integrations.marks import all_gave_their_word, word_name
-from kvclient.integrations.tensorrt_llm.identity import common, connect, engine_name, of_rank, of_request
+from kvclient.integrations.options import connected
+from kvclient.integrations.tensorrt_llm.identity import common, engine_name, of_rank, of_request
 
 log = logging.getLogger("tensorrt_llm.kvstored")
 MAX_HELD = 32_768
@@ -58,7 +59,7 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._common = common(llm_args)
-        self._client = connect(self._common.options)
+        self._client = connected(self._common.options)
         self._health = Health(self._client, log)
         self._name = engine_name(self._common.identity)
         self._words = [word_name(self._name, rank) for rank in range(self._common.ranks)]

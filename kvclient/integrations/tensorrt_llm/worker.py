@@ -19,9 +19,10 @@ from tensorrt_llm._utils import mpi_rank
 from kvclient.errors import BlockLost, InvalidArgument
 from kvclient.integrations.health import Health
 from kvclient.integrations.marks import Word, word_name
+from kvclient.integrations.options import connected
 from kvclient.integrations.self_test import Tried
 from kvclient.integrations.tensor_pages import TensorPages
-from kvclient.integrations.tensorrt_llm.identity import common, connect, engine_name, of_rank
+from kvclient.integrations.tensorrt_llm.identity import common, engine_name, of_rank
 from kvclient.integrations.tensorrt_llm.scheduler import Step, Transfer
 
 log = logging.getLogger("tensorrt_llm.kvstored")
@@ -34,7 +35,7 @@ class KvstoredWorker(KvCacheConnectorWorker):
         super().__init__(llm_args)
         self._common = common(llm_args)
         self._rank = mpi_rank()
-        self._client = connect(self._common.options)
+        self._client = connected(self._common.options)
         self._health = Health(self._client, log)
         self._pages = TensorPages(self._client, self._health, float(self._common.options["wait_s"]))
         self._pool: torch.Tensor | None = None

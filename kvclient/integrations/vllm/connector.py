@@ -18,9 +18,8 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-import kvclient
 from kvclient.errors import InvalidArgument
-from kvclient.integrations.options import with_defaults
+from kvclient.integrations.options import connected, with_defaults
 from kvclient.integrations.vllm.events import checked_endpoints
 from kvclient.integrations.vllm.figures import KvstoredPromMetrics, KvstoredStats, Reporter
 from kvclient.integrations.vllm.identity import model_identity
@@ -72,13 +71,7 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         group = _only_group(kv_cache_config)
         if options["enable_kv_events"]:
             checked_endpoints(vllm_config.kv_events_config)
-        self._client = kvclient.connect(
-            options["dir"],
-            options["namespace"],
-            on_error="miss",
-            timeout_s=float(options["timeout_s"]),
-            owner="engine",
-        )
+        self._client = connected(options)
         block_tokens = group.kv_cache_spec.block_size
         ranks = vllm_config.parallel_config.world_size
         self._scheduling: Scheduling | None = None

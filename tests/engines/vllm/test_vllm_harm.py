@@ -110,11 +110,13 @@ def test_it_hits_after_a_restart_and_from_disk(daemon, vllm, tiny_model, tmp_pat
             assert (client.stats()["disk_loaded"] > 0) is fresh
 
 
+@pytest.mark.parametrize("way", ["store", "spec"])
 def test_two_engines_that_start_one_prompt_at_once_compute_it_once(
-    daemon, vllm, tiny_model, tmp_path, wait_until
+    daemon, vllm, tiny_model, tmp_path, wait_until, way
 ):
-    store, model = {"dir": str(daemon().dir), "wait_pending_s": 300}, tiny_model(0)
-    first, second = vllm(*[{"model": model, "store": store}] * 2, env=ARMED)
+    """The first stands still at its third layer, or, with the spec, before it has stored anything."""
+    options, model = {"dir": str(daemon().dir), "wait_pending_s": 300}, tiny_model(0)
+    first, second = vllm(*[{"model": model, way: options}] * 2, env=ARMED)
     first.ask(do="fault", fault="pause", dir=str(tmp_path))
     second.ask(do="fault", fault="note", file=str(tmp_path / "waits"))
     first.send({"do": "generate", "prompts": [PROMPT]})
@@ -125,7 +127,7 @@ def test_two_engines_that_start_one_prompt_at_once_compute_it_once(
     (computed,), (loaded,) = first.answer(), second.answer()
     assert (computed["cached"], loaded["cached"]) == (0, FULL_BLOCKS)
     same(loaded, computed)
-    assert daemon_blocks(store) == FULL_BLOCKS // 32
+    assert daemon_blocks(options) == FULL_BLOCKS // 32
 
 
 @pytest.mark.parametrize("way", ["store", "spec"])

@@ -12,9 +12,8 @@ from typing import Any
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-import kvclient
 from kvclient.integrations.marks import word_name
-from kvclient.integrations.options import with_defaults
+from kvclient.integrations.options import connected, with_defaults
 from kvclient.integrations.vllm.offload.naming import OffloadNames, engine_config
 from kvclient.integrations.vllm.offload.scheduling import KvstoredManager
 from kvclient.integrations.vllm.offload.worker import KvstoredWorker
@@ -44,11 +43,7 @@ class KvstoredOffloadingSpec(OffloadingSpec):
         self._manager: OffloadingManager | None = None
 
     def _connect(self) -> Any:
-        return kvclient.connect(
-            self._options["dir"], self._options["namespace"], on_error="miss",
-            timeout_s=float(self._options["timeout_s"]),
-            owner="engine",
-        )  # fmt: skip
+        return connected(self._options)
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:

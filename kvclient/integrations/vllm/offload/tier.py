@@ -32,10 +32,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-import kvclient
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
-from kvclient.integrations.options import with_defaults
+from kvclient.integrations.options import connected, with_defaults
 from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT, Pages
 from kvclient.integrations.self_test import Tried
 from kvclient.integrations.vllm.offload.naming import OffloadNames, Resets, engine_config
@@ -103,13 +102,7 @@ class KvstoredTier(SecondaryTierManager):
         config = offloading_spec.config
         form = f"primary tier's rows of {self._rows.shape[1]} bytes"
         self._names = OffloadNames(config, engine_config(), options, form, whole_rows=True)
-        self._client = kvclient.connect(
-            options["dir"],
-            options["namespace"],
-            on_error="miss",
-            timeout_s=float(options["timeout_s"]),
-            owner="engine",
-        )
+        self._client = connected(options)
         self._health = Health(self._client, log)
         self._pages = Pages(self._client, self._health, float(options["wait_s"]))
         self._layout_id = self._pages.format([self._rows.shape[1]])

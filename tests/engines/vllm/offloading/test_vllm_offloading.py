@@ -7,7 +7,7 @@ Method: as test_vllm.py, with the spec instead of the connector.
 import pytest
 
 from tests.engines.pool_bytes import first_block_bytes, flip_in_pool
-from tests.engines.vllm.test_vllm import FULL_BLOCKS, OTHER, PROMPT, TWO_RANKS, daemon_blocks, same
+from tests.engines.vllm.test_vllm import FULL_BLOCKS, OTHER, PROMPT, TWO_RANKS, same
 from tests.hosts.hosts import Hosts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -128,23 +128,3 @@ def test_a_hit_from_another_host(daemon, vllm, tiny_model, plain, tmp_path, wait
     (alone,) = second.generate(OTHER)
     assert alone["cached"] == 0
     same(alone, plain.generate(OTHER)[0])
-
-
-def test_two_engines_that_start_one_prompt_at_once_compute_it_once(
-    daemon, vllm, tiny_model, tmp_path, wait_until
-):
-    """The first stands still before it has stored anything of what it computed."""
-    spec, model = {"dir": str(daemon().dir), "wait_pending_s": 300}, tiny_model(0)
-    armed = {"KVSTORED_TEST_FAULT": "armed"}
-    first, second = vllm(*[{"model": model, "spec": spec}] * 2, env=armed)
-    first.ask(do="fault", fault="pause", dir=str(tmp_path))
-    second.ask(do="fault", fault="note", file=str(tmp_path / "waits"))
-    first.send({"do": "generate", "prompts": [PROMPT]})
-    wait_until(lambda: (tmp_path / "paused").exists(), "the first is about to store", timeout_s=300)
-    second.send({"do": "generate", "prompts": [PROMPT]})
-    wait_until(lambda: (tmp_path / "waits").exists(), "the second waits for it", timeout_s=300)
-    (tmp_path / "go").touch()
-    (computed,), (loaded,) = first.answer(), second.answer()
-    assert (computed["cached"], loaded["cached"]) == (0, FULL_BLOCKS)
-    same(loaded, computed)
-    assert daemon_blocks(spec) == FULL_BLOCKS // 32
