@@ -152,7 +152,7 @@ cluster: build $(VENV)/.dev ## a pool across machines: etcd and Mooncake in netw
 	@.ci/cluster
 	@$(PY) -m pytest -q -m engines tests/hosts/cluster
 
-CONTENDERS ?= ours hf
+CONTENDERS ?= ours hf vllm llama
 MINUTES ?= 5
 soak: model $(VENV)/.dev ## clients, daemon, disk, hosts, a pool across machines and a server broken at random, each for MINUTES=5
 	@$(PY) -m tests.soak --minutes $(MINUTES)
@@ -168,7 +168,7 @@ soak-serving: model $(VENV)/.dev ## 200 clients on one server for MINUTES=5, its
 bench: model $(VENV)/.dev native-tests ## measure, side by side with other stores; writes bench/out
 	@$(PY) -m bench
 
-bench-serving: model $(VENV)/.dev $(VENV)/.plots ## OpenAI-compatible servers side by side (ours, hf, and what CONTENDERS names); writes bench/out/serving.json
+bench-serving: model $(VENV)/.dev $(VENV)/.plots ## OpenAI-compatible servers side by side (those that CONTENDERS names; installs them: vLLM 2.5 GB, once); writes bench/out/serving.json
 	@$(PY) -m bench.serving --contenders $(CONTENDERS) --own servers disk split at-once hang-up
 
 bench-kernels: model $(VENV)/.dev ## measure the CPU kernels beside torch, and the warm TTFT in place; writes bench/out

@@ -1,9 +1,10 @@
 """python -m bench.serving: OpenAI-compatible servers side by side, with JSON, a table and a plot.
 
-    python -m bench.serving [MODEL] [--contenders ours hf vllm] [--loads a b c d] [--rounds 3] [--own] [--add]
+    python -m bench.serving [MODEL] [--contenders ours vllm] [--loads a b c d] [--rounds 3] [--own …] [--add]
 
-Contenders take turns, round by round. Wall times of a busy machine are noise: CPU seconds and ratios count.
-With --add a run goes on where others left off, so that a long one can be had in pieces.
+Contenders are installed when they are first asked for, and take turns, round by round. Wall times of a busy
+machine are noise: CPU seconds and ratios count. With --add a run goes on where others left off, so that a
+long one can be had in pieces.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ import transformers
 
 from bench import machine
 from bench.serving import loads, own
-from bench.serving.contenders import CONTENDERS, ROOT, NotThere
+from bench.serving.contenders import CONTENDERS, ROOT
+from bench.serving.installed import NotThere
 from bench.serving.pieces import LOADS, add, earlier
 from bench.serving.plot import plot
 from bench.serving.processes import Served
 from bench.serving.table import table
 
 OUT = ROOT / "bench" / "out"
+DEFAULT = ["ours", "hf", "vllm", "llama"]
 REST_S = 3.0  # behind which a server has nothing to compute for a while
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", nargs="?", type=Path, help="default: SmolLM2-135M-Instruct")
-    parser.add_argument("--contenders", nargs="*", default=["ours", "hf"], choices=[*CONTENDERS])
+    parser.add_argument("--contenders", nargs="*", default=DEFAULT, choices=[*CONTENDERS])
     parser.add_argument("--loads", nargs="*", default=LOADS, choices=LOADS)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(

@@ -1,7 +1,7 @@
 """The servers side by side: ours beside a daemon, `transformers serve`, vLLM and llama.cpp.
 
-Owns how each is started: the same model, fp32, one thread, on loopback. What cannot be had is a reason, which
-the table prints; it never stops a run.
+Owns how each is started: the same model, fp32, one thread, on loopback; what it is made of is installed then.
+What cannot be had is a reason, which the table prints; it never stops a run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from bench.serving import installed
 from bench.serving.gguf_file import in_fp32
+from bench.serving.installed import NotThere
 from bench.serving.processes import Served
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "bench" / "out" / "serving"
-ENGINES = Path.home() / ".cache" / "kvstored" / "engines"
-LLAMA_PACKAGE = "xllamacpp==2026.10.11549"
-LLAMA = ROOT / "build" / "bench-venvs" / LLAMA_PACKAGE
 LLAMA_PROGRAM = """
 import sys, time
 import xllamacpp as x
@@ -32,10 +31,6 @@ server = x.Server(given)
 while True:
     time.sleep(3600)
 """
-
-
-class NotThere(Exception):
-    """Why a contender is not measured."""
 
 
 def free_port() -> int:
@@ -93,11 +88,8 @@ def ours(model: Path, home: Path) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def hf_serve(model: Path, home: Path, *more: str) -> Iterator[Served]:
-    program = Path(sys.executable).with_name("transformers")
-    if not program.exists():
-        raise NotThere("transformers is not installed")
     port = free_port()
-    command = [str(program), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--device",
+    command = [*installed.hf(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--device",
                "cpu", "--dtype", "float32", *more]  # fmt: skip
     with _started("hf serve", command, port) as server:
         yield server
@@ -113,14 +105,12 @@ def hf_batching(model: Path, home: Path) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def vllm(model: Path, home: Path) -> Iterator[Served]:
-    program = ENGINES / "vllm" / "bin" / "vllm"
-    if not program.exists():
-        raise NotThere("vLLM is not installed: make engines")
-    port = free_port()
+    place, port = installed.vllm(), free_port()
     command = [
-        str(program), "serve", str(model), "--served-model-name", model.name, "--dtype", "float32",
-        "--port", str(port), "--host", "127.0.0.1", "--enable-prefix-caching", "--max-model-len", "8192",
-        "--block-size", "32", "--enable-prompt-tokens-details", "--enforce-eager",
+        str(place / "bin" / "vllm"), "serve", str(model), "--served-model-name", model.name,
+        "--dtype", "float32", "--port", str(port), "--host", "127.0.0.1", "--enable-prefix-caching",
+        "--max-model-len", "8192", "--block-size", "32", "--enable-prompt-tokens-details",
+        "--enforce-eager",
     ]  # fmt: skip
     env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
            "PYTHONPATH": str(_named_vllm(home))}  # fmt: skip
@@ -132,7 +122,7 @@ def _named_vllm(home: Path) -> Path:
     """A folder whose metadata says that vLLM is installed, and for CPUs: the package has another name there,
     and without "+cpu" it loads a library that wants AVX-512.
     """
-    (found,) = (ENGINES / "vllm").glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    (found,) = installed.vllm().glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
     version = found.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
     told = home / "metadata" / f"vllm-{version}.dist-info"
     told.mkdir(parents=True, exist_ok=True)
@@ -143,16 +133,13 @@ def _named_vllm(home: Path) -> Path:
 @contextlib.contextmanager
 def llama(model: Path, home: Path) -> Iterator[Served]:
     """llama.cpp on the model's own GGUF file; of the example model in fp32, as the others have it."""
-    file = in_fp32(model, LLAMA.parent) or next(iter(sorted(model.glob("*.gguf"))), None)
+    file = in_fp32(model, installed.BESIDE) or next(iter(sorted(model.glob("*.gguf"))), None)
     if file is None:
         raise NotThere(f"llama.cpp: no .gguf file in {model}; put the model's there")
-    if not (LLAMA / "xllamacpp").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(LLAMA)]
-        if subprocess.run([*pip, LLAMA_PACKAGE]).returncode:
-            raise NotThere(f"llama.cpp: {LLAMA_PACKAGE} cannot be installed")
+    place = installed.llama()
     port = free_port()
     command = [sys.executable, "-c", LLAMA_PROGRAM, str(file), str(port)]
-    with _started("llama.cpp", command, port, {"PYTHONPATH": str(LLAMA)}) as server:
+    with _started("llama.cpp", command, port, {"PYTHONPATH": str(place)}) as server:
         yield server
 
 

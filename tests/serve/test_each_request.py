@@ -85,6 +85,25 @@ def test_what_is_asked_for_is_done(tiny):
     assert chat["usage"]["completion_tokens"] == 3
 
 
+def test_the_prompt_of_a_completion_is_text_so_far_and_that_of_a_chat_is_not(tiny):
+    """presence_penalty: what a completion goes on with is present in it (OpenAI: "appear in the text so
+    far"); in a chat what others said is not the answer's.
+    """
+    messages = [{"role": "user", "content": "hello"}]
+    there = tiny.post("/tokenize", {"messages": messages})[2]["tokens"]
+    held, new = there[-1], next(token for token in range(5, 90) if token not in there)
+    wanted = {"logit_bias": {str(held): 100, str(new): 99}, "temperature": 0, "max_tokens": 1,
+              "presence_penalty": 2.0, "ignore_eos": True}  # fmt: skip
+
+    def spelled(token):
+        return tiny.post("/detokenize", {"tokens": [token]})[2]["prompt"]
+
+    assert completion(tiny, **{**wanted, "prompt": there})[0] == spelled(new)
+    assert completion(tiny, **{**wanted, "prompt": there, "presence_penalty": 0.5})[0] == spelled(held)
+    said = tiny.post("/v1/chat/completions", {"messages": messages, **wanted})[2]
+    assert said["choices"][0]["message"]["content"] == spelled(held)
+
+
 def test_a_completion_is_streamed_while_it_is_computed(tiny):
     asked = {"prompt": IDS, "temperature": 0, "max_tokens": 300, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(

@@ -19,7 +19,8 @@ COLD, COLDEST = 1e-6, 1e-30  # temperatures: in single precision
 @dataclass(frozen=True)
 class Sampling:
     """temperature 0: greedy. top_k 0: all. logprobs: how many alternatives are told; None: nothing is. among:
-    the tokens whose logprobs are told instead, in this order.
+    the tokens whose logprobs are told instead, in this order. continues: the answer goes on with the prompt's
+    text, so the prompt's tokens are present in it; how often a token came is counted in the answer alone.
     """
 
     temperature: float = 1.0
@@ -33,6 +34,7 @@ class Sampling:
     seed: int | None = None
     logprobs: int | None = None
     among: tuple[int, ...] = ()
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed % (1 << 63))
-        self._counts: Counter[int] = Counter()
+        present = prompt if sampling.continues and sampling.presence_penalty else ()
+        self._counts = Counter(dict.fromkeys(present, 0))
         self._seen = set(prompt) if sampling.repetition_penalty != 1 else set()
 
     def pick(self, logits: torch.Tensor) -> Chosen:

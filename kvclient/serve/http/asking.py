@@ -201,7 +201,7 @@ class Asking:
         )
         if not prompts or len(prompts) > 64:
             raise ApiError(400, f"{len(prompts)} prompts; 1 to 64 are taken at once", param="prompt")
-        sampling = self._sampling(request, request.logprobs)
+        sampling = dataclasses.replace(self._sampling(request, request.logprobs), continues=True)
         wanted = 16 if request.max_tokens is None else request.max_tokens
         if wanted == 0 and not request.echo:
             raise ApiError(400, "max_tokens=0 has an answer only with echo", param="max_tokens")

@@ -246,3 +246,15 @@ def test_penalties_and_biases_are_those_of_each_token():
     changed = {3: -0.75 - 7, 5: -0.5 - 0.5, 9: 2.0, 11: -0.75}
     expected = torch.tensor([float(logits[i]) + changed.get(i, 0.0) for i in range(12)])
     assert torch.allclose(sampler._scores(logits), expected)
+
+
+@pytest.mark.parametrize(
+    ("continues", "changed"), [(True, {3: -1, 5: -1.25, 8: -1}), (False, {5: -1.25})]
+)
+def test_what_a_completion_continues_is_present_and_was_not_said(continues, changed):
+    """Its prompt's tokens count as present, each once; how often is of what was generated."""
+    wanted = Sampling(0.0, presence_penalty=1.0, frequency_penalty=0.25, continues=continues)
+    sampler, logits = Sampler(wanted, [3, 8, 8, 8]), torch.linspace(0, 1, 12)
+    sampler.take(5, logits)
+    expected = torch.tensor([float(logits[i]) + changed.get(i, 0.0) for i in range(12)])
+    assert torch.allclose(sampler._scores(logits), expected)

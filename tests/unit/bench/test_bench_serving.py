@@ -1,17 +1,22 @@
 """Proves what bench.serving says of a run: medians, dashes where nothing was measured, reasons; and prompts.
 
-Method: made-up rounds through the table, the plot and a file of another run, and a tokenizer of words; no
-server is started.
+Method: made-up rounds through the table, the plot and a file of another run, and a tokenizer of words;
+installers that only say that they ran, and pip where all that is wanted is there. No server is started.
 """
+
+import os
+import subprocess
 
 import numpy as np
 import pytest
 
+from bench.serving import installed
 from bench.serving.gguf_file import dequantised
 from bench.serving.loads import Prompts
 from bench.serving.pieces import add, earlier
 from bench.serving.plot import plot
 from bench.serving.table import table
+from tests.conftest import ROOT
 
 
 def test_the_table_has_medians_dashes_and_reasons():
@@ -96,3 +101,40 @@ def test_a_gguf_file_in_fp32_has_the_same_weights_and_words(tmp_path):
         assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
         wanted = gguf.dequantize(small[name].data, small[name].tensor_type)
         assert np.array_equal(tensor.data, wanted) and list(tensor.shape) == list(small[name].shape)
+
+
+def test_vllm_is_installed_when_it_is_first_asked_for_and_once(monkeypatch, tmp_path):
+    program, ran = tmp_path / "engines", tmp_path / "ran"
+    program.write_text(f'#!/bin/sh\necho "$@ $PYTHON" >> {ran}\nexit 3\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(installed, "ENGINES", tmp_path)
+    monkeypatch.setattr(installed, "ENGINES_PROGRAM", program)
+    with pytest.raises(installed.NotThere, match=r"vLLM cannot be installed: .* ended with 3"):
+        installed.vllm()
+    made = f"mkdir {tmp_path}/vllm && touch {tmp_path}/vllm/.complete"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {ran}\n{made}\n')
+    assert installed.vllm() == installed.vllm() == tmp_path / "vllm"
+    first, second = ran.read_text().splitlines()
+    assert second == "vllm" and first.startswith("vllm ") and os.access(first.split()[1], os.X_OK)
+
+
+def test_the_program_of_engines_installs_vllm_alone_where_that_is_asked(tmp_path):
+    home = tmp_path / "kvstored" / "engines"
+    (home / "vllm").mkdir(parents=True)
+    (home / "vllm" / ".complete").touch()
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHON": "/bin/false"}
+    subprocess.run([ROOT / ".ci" / "engines", "vllm"], check=True, env=env)
+    assert os.listdir(home) == ["vllm"]
+
+
+def test_hf_serve_gets_what_it_wants_beside_this_environment(monkeypatch, tmp_path):
+    """The packages of here are seen, and none is installed again."""
+    for name in ("accelerate", "openai", "uvicorn", "fastapi", "rich", "torch"):
+        pytest.importorskip(name, reason="make model: what `transformers[serving]` wants")
+    monkeypatch.setattr(installed, "BESIDE", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    python, program = installed.hf()
+    asked = "from transformers.utils.import_utils import is_serve_available as there; assert there()"
+    subprocess.run([python, "-c", asked], check=True)
+    assert os.access(program, os.X_OK) and python.startswith(str(tmp_path))
+    assert installed.hf() == [python, program]
