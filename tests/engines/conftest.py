@@ -67,10 +67,22 @@ def drain(directory: Path, on: bool) -> None:
         door.admin.Drain(admin_pb2.DrainRequest(on=on), timeout=60)
 
 
+def on_disk(tmp_path: Path) -> tuple[str, ...]:
+    """A daemon's arguments: whatever is stored is written to disk at once."""
+    return ("--disk", str(tmp_path / "blocks"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
+
+
+def start_anew(daemon) -> None:
+    """That daemon without its memory: what it has is on disk."""
+    daemon.stop()
+    daemon.args = [*daemon.args, "--fresh"]
+    daemon.start()
+
+
 def run_scene(daemon, arguments: list[str], limit_s: float, env: dict[str, str] | None = None) -> None:
     """A module run with the engines' Python, which asserts for itself and says PASSED. It asks for what only
-    a test can do by a line NEED …: flip HEX, flush, drain on or off, or a method of the daemon's; each is
-    answered by a line. With variables of its own it imports for itself."""
+    a test can do by a line NEED …: flip HEX, flush, drain on or off, anew, or a method of the daemon's; each
+    is answered by a line. With variables of its own it imports for itself."""
     unseeded = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     process = (WarmVllm if env is None else subprocess.Popen)(
         [str(python_of("vllm")), "-m", *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -90,6 +102,8 @@ def run_scene(daemon, arguments: list[str], limit_s: float, env: dict[str, str] 
                     flush(daemon.dir)
                 elif what == "drain":
                     drain(daemon.dir, more == ["on"])
+                elif what == "anew":
+                    start_anew(daemon)
                 else:
                     getattr(daemon, what)()
                 process.stdin.write("done\n")

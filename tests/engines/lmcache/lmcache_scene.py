@@ -313,6 +313,39 @@ def elsewhere():
         made.close()
 
 
+def stats():
+    with kvclient.connect(DIRECTORY) as client:
+        return client.stats()
+
+
+def again():
+    """Behind a restart of the daemon, and behind one that has nothing but its disk."""
+    l2, remote = adapter(timeout_s=5.0, wait_s=30.0), connected()
+    keys, name = [key(i) for i in range(5)], CacheEngineKey("org/model", 1, 0, 7, torch.float32)
+    objects, chunk = [piece(i + 1.0, 1000 + i) for i in range(4)], memory(torch.Size([2, 3, 16, 8]))
+    chunk.raw_data.copy_(torch.rand(chunk.raw_data.shape))
+    assert store(l2, keys[:4], objects).is_successful()
+    asyncio.run(remote.put(name, chunk))
+    deadline = time.monotonic() + 60
+    while stats()["disk_files"] < 5:
+        assert time.monotonic() < deadline, "all is on disk"
+    for how in ("restart", "anew"):
+        need(how)
+        while look_up(l2, keys) != [True] * 4 + [False] or not remote.batched_contains([name]):
+            assert time.monotonic() < deadline, f"it is taken up: {how}"
+        targets = [piece(0.0, 1000 + i) for i in range(4)]
+        assert load(l2, keys[:4], targets) == [True] * 4
+        assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(targets, objects, strict=True))
+        found = asyncio.run(remote.get(name))
+        assert bytes(found.byte_array) == bytes(chunk.byte_array)
+        assert (stats()["disk_loaded"] > 0) is (how == "anew")
+        other = adapter(timeout_s=5.0, wait_s=30.0)
+        assert look_up(other, keys) == [True] * 4 + [False]
+        other.close()
+    l2.close()
+    asyncio.run(remote.close())
+
+
 def start():
     """A store that takes nothing just now ends no start, and is tried with the first object that it takes."""
     client, lines = kvclient.connect(DIRECTORY), []

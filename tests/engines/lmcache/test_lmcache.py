@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from tests.engines.conftest import CACHE, ROOT, python_of, run_scene
+from tests.engines.conftest import CACHE, ROOT, on_disk, python_of, run_scene
 from tests.engines.signatures import differences, printed, recorded
 from tests.hosts.hosts import Hosts
 
@@ -85,6 +85,13 @@ def test_objects_of_another_hosts_daemon_are_found(daemon, tmp_path, wait_until)
     words = ["tests.engines.lmcache.lmcache_scene", "elsewhere", str(hosts[1].dir), str(hosts[0].dir)]
     run_scene(hosts[0], words, RUN_S, environment())
     assert hosts.peers(1)["n0"]["fetched"] == 7  # five objects, two chunks
+
+
+def test_objects_are_found_after_a_restart_and_from_disk(daemon, tmp_path):
+    """By both ways."""
+    kvstored = daemon(args=on_disk(tmp_path))
+    words = ["tests.engines.lmcache.lmcache_scene", "again", str(kvstored.dir)]
+    run_scene(kvstored, words, RUN_S, environment())
 
 
 def test_the_base_classes_are_as_recorded():

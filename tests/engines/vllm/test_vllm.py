@@ -46,12 +46,14 @@ def test_another_engine_hits_and_answers_the_same(daemon, vllm, tiny_model, plai
     assert foreign.generate(PROMPT)[0]["tokens"] != truth["tokens"]
 
 
-def test_what_is_loaded_is_what_it_answers_from(daemon, vllm, tiny_model):
+@pytest.mark.parametrize("way", ["store", "spec"])
+def test_what_is_loaded_is_what_it_answers_from(daemon, vllm, tiny_model, way):
     """The control: zeroed KV changes the answer, so equal answers elsewhere mean equal KV."""
-    store, model = {"dir": str(daemon().dir)}, tiny_model(0)
-    (first,) = vllm({"model": model, "store": store})
-    (zeroed,) = vllm({"model": model, "store": store}, env={"KVSTORED_TEST_FAULT": "zero"})
+    options, model = {"dir": str(daemon().dir)}, tiny_model(0)
+    (first,) = vllm({"model": model, way: options})
+    (zeroed,) = vllm({"model": model, way: options}, env={"KVSTORED_TEST_FAULT": "zero"})
     (truth,) = first.generate(PROMPT)
+    first.generate(OTHER[:8])  # a step in which a spec's stores end
     (answer,) = zeroed.generate(PROMPT)
     assert answer["cached"] == FULL_BLOCKS
     assert answer["logprobs"] != pytest.approx(truth["logprobs"], abs=1e-2)

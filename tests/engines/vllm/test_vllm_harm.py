@@ -7,6 +7,7 @@ third of four layers, or stands still there while the other engine asks.
 
 import pytest
 
+from tests.engines.conftest import on_disk, start_anew
 from tests.engines.vllm.test_vllm import FULL_BLOCKS, OTHER, PROMPT, daemon_blocks, same
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
@@ -85,19 +86,17 @@ def until_it_noticed(engine, plain, times):
     raise AssertionError(engine.log()[-4000:])
 
 
-def test_it_hits_after_a_restart_and_from_disk(daemon, vllm, tiny_model, tmp_path, wait_until):
-    disk = ("--disk", str(tmp_path / "blocks"), "--disk-quota", "64MiB", "--disk-write-priority", "0")
-    kvstored, blocks = daemon(args=disk), FULL_BLOCKS // 32
-    (engine,) = vllm({"model": tiny_model(0), "store": {"dir": str(kvstored.dir)}})
+@pytest.mark.parametrize("way", ["store", "spec"])
+def test_it_hits_after_a_restart_and_from_disk(daemon, vllm, tiny_model, tmp_path, wait_until, way):
+    kvstored, blocks = daemon(args=on_disk(tmp_path)), FULL_BLOCKS // 32
+    (engine,) = vllm({"model": tiny_model(0), way: {"dir": str(kvstored.dir)}})
     (truth,) = engine.generate(PROMPT)
     assert truth["cached"] == 0
+    engine.generate(OTHER[:8])  # a step in which a spec's stores end
     with kvstored.connect() as client:
         wait_until(lambda: client.stats()["disk_files"] >= blocks, "all is on disk")
     for fresh in (False, True):
-        kvstored.stop()
-        if fresh:
-            kvstored.args = [*kvstored.args, "--fresh"]  # without its memory
-        kvstored.start()
+        start_anew(kvstored) if fresh else kvstored.restart()
         engine.ask(do="reset")
         for _ in range(200):  # until its breaker has closed, which asks at steps only
             (again,) = engine.generate(PROMPT)

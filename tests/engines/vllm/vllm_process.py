@@ -42,7 +42,8 @@ def pause():
 
 
 class FaultySpec(KvstoredOffloadingSpec):
-    """Ours with one fault: "pause" before the next store, "note" when a request is to wait for another."""
+    """Ours with one fault: "pause" before the next store, "note" when a request is to wait for another,
+    "zero" where something was loaded."""
 
     def get_manager(self):
         made = super().get_manager()
@@ -59,7 +60,16 @@ class FaultySpec(KvstoredOffloadingSpec):
 
     def get_worker(self, kv_caches):
         made = super().get_worker(kv_caches)
-        original = made._store
+        original, load = made._store, made._load
+
+        def load_nothing(names, spec):
+            done = load(names, spec)
+            for cache in made._caches.tensors:
+                cache.tensor[spec.block_ids.tolist()] = 0
+            return done
+
+        if FAULT == "zero":
+            made._load = load_nothing
 
         def store(names, spec, ready):
             if ARMED.get("fault") == "pause":

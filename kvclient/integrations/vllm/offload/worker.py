@@ -8,6 +8,7 @@ engine then, rather than answer from wrong KV. A worker whose self-test has not 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -26,6 +27,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.marks import Word
 from kvclient.integrations.self_test import Tried
@@ -62,8 +64,9 @@ class KvstoredWorker(OffloadingWorker):
         self._lock = threading.Lock()
         self._running: dict[int, Future[None]] = {}
         self._finished: list[TransferResult] = []
+        self._taking_up: Future[None] | None = None
         self._try_one_block()
-        self._word = Word(client, word)
+        self._word_name, self._word = word, Word(client, word)
         self._give_word()
 
     # ---------------------------------------------------------------- vLLM's calls
@@ -84,6 +87,8 @@ class KvstoredWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        if not self._client.attached and (self._taking_up is None or self._taking_up.done()):
+            self._taking_up = self._pool.submit(self._take_up)
         with self._lock:
             finished, self._finished = self._finished, []
         return finished
@@ -163,6 +168,13 @@ class KvstoredWorker(OffloadingWorker):
             size += sum(self._bytes(rows[i]) for i, success in zip(whole, done, strict=True) if success)
         self._give_word()
         return True, size
+
+    def _take_up(self) -> None:
+        """Tells a daemon that began anew this engine's layouts, which attaching does. Until then it loads
+        nothing of them from its disk for the scheduler, which so would send nothing here that attaches."""
+        with contextlib.suppress(KVClientError):
+            self._client.lookup([self._word_name])
+        self._give_word()
 
     def _give_word(self) -> None:
         """To the scheduler, that it may promise what is to be loaded here."""
