@@ -25,7 +25,8 @@ class QueueFull(Exception):
 class Limits:
     """max_batch: requests computed side by side. max_queue: waiting behind them. piece_tokens: of a prompt at
     one time beside others. memory_tokens: KV of all of them together. timeout_s: for a whole request.
-    step_tokens: that one step adds to a request, at most.
+    step_tokens: that one step adds to a request, at most. alone_pieces: of a prompt at one time where nobody
+    else is there, who may come, or its client may go.
     """
 
     max_batch: int = 16
@@ -34,6 +35,7 @@ class Limits:
     memory_tokens: int = 1 << 17
     timeout_s: float = 600.0
     step_tokens: int = 1
+    alone_pieces: int = 3
 
 
 ROOM_STEPS = 32  # a request comes in only where all have room for so many steps more
@@ -185,8 +187,9 @@ class Scheduler:
         entry = min(self._filling, key=lambda e: e.arrived if oldest else (e.left, e.arrived))
         alone = self.active == 1 and not self._waiting
         upto = entry.prompt_tokens
-        if not (entry.whole or alone):
-            upto = min(upto, entry.filled + self.limits.piece_tokens)
+        if not entry.whole:
+            piece = self.limits.piece_tokens * (self.limits.alone_pieces if alone else 1)
+            upto = min(upto, entry.filled + piece)
         return Prefill(entry, upto)
 
     def _short(self, oldest: bool) -> tuple[Prefill, ...]:

@@ -207,16 +207,17 @@ def test_a_client_that_hangs_up_stops_its_computing(tiny):
     """Streamed or not: what runs is 0 again, and another answer is right."""
     where = urllib.parse.urlsplit(tiny.url)
     for stream in (True, False):
-        asked = {"prompt": "a", "max_tokens": 400, "temperature": 1, "stream": stream, "ignore_eos": True}
+        asked = {"prompt": "a", "max_tokens": 400, "temperature": 1, "stream": stream, "ignore_eos": True,
+                 "n": 8}  # fmt: skip
         connection = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
         with contextlib.closing(connection):
             connection.request(
                 "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
             )
-            wait_for(lambda: tiny.stats()["requests_running"] == 1)
+            wait_for(lambda: tiny.stats()["requests_running"] == 8)
             connection.sock.shutdown(socket.SHUT_RDWR)
         wait_for(lambda: tiny.stats()["requests_running"] == 0)
-    assert tiny.stats()["requests_cancelled_total"] == 2
+    assert tiny.stats()["requests_cancelled_total"] == 16
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"

@@ -1,4 +1,5 @@
-"""What a thread sets for its calls of an attached model: bypass(), limited(), keeping(), coded(), salted().
+"""What a thread sets for its calls of an attached model: bypass(), limited(), keeping(), roomy(), coded(),
+salted().
 
 Owns those settings and their bounds. Never runs a call. Invariant: leaving a `with` gives the thread back
 what it had before, and no other thread has seen anything of it.
@@ -39,6 +40,7 @@ class Settings:
     priority: int | None = None
     ttl_s: float | None = None
     tails: bool | None = None
+    room: int | None = None
     static: bool = False  # memory does not move while tokens are chosen
 
     def over(self, options: Options) -> Options:
@@ -46,6 +48,7 @@ class Settings:
         keeping = {"priority": self.priority, "ttl_s": self.ttl_s, "tails": self.tails}
         return dataclasses.replace(
             options, publish_tokens=self.publish_tokens, search=self.inside, static=self.static,
+            room=self.room,
             **{name: value for name, value in keeping.items() if value is not None},
         )  # fmt: skip
 
@@ -119,6 +122,15 @@ class Scoped:
         limits = {"priority": priority, "ttl_s": ttl_s, "tails": tails}
         with self.set_here(**{name: value for name, value in limits.items() if value is not None}):
             self._local.settings.over(self._model_state.options).checked()
+            yield
+
+    @contextlib.contextmanager
+    def roomy(self, tokens: int) -> Iterator[None]:
+        """Within it, this thread's calls begin with memory for so many tokens behind their prompt, however
+        many they may say; more are had as they come, at the price of a copy. Raises InvalidArgument for none.
+        """
+        check_bounds("tokens", tokens, 1, MOST_TOKENS)
+        with self.set_here(room=tokens):
             yield
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ from kvclient import kernels
 from kvclient.hf.attention import dense
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.hf.attention.handle import expect_nothing, hand_out, take_back
-from kvclient.hf.cache.layer import GROWTH, Shape, StoreLayer, as_array, outside_graphs, writable
+from kvclient.hf.cache.layer import Shape, StoreLayer, as_array, outside_graphs, room_for, writable
 from kvclient.kernels import contract
 
 
@@ -269,7 +269,7 @@ class InPlaceLayer(StoreLayer):
         if self._storage is None:
             self._storage = self._begun(keys.shape[0], high)
         elif high > self._storage.shape[3]:
-            grown = self._allocate(self._storage.shape[1], max(high, int(self._storage.shape[3] * GROWTH)))
+            grown = self._allocate(self._storage.shape[1], room_for(high, self._storage.shape[3]))
             grown[:, :, :, :low] = self._storage[:, :, :, :low]
             self._storage, self._call = grown, None
         elif (mutable := writable(self._storage)) is not self._storage:

@@ -28,7 +28,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.release import DUMMIES, INDEXED, STATES, compresses
 
 ALIGN = 64  # bytes, as torch's own allocator does: kernels read it in such pieces
-GROWTH = 1.5  # of the capacity, when a generation outgrows what was foreseen
+GROWS_BY, GROWTH = 128, 8  # tokens at least, or a part of what there is: where it outgrows what was foreseen
 SPARE_BYTES = 256 << 20  # what an attached model keeps at most between requests
 LOOSE = 2  # memory is not used for less than 1 / LOOSE of its size
 
@@ -197,7 +197,7 @@ class StoreLayer(DynamicLayer):
             )
         self._storage = writable(self._storage)
         if tokens > self._storage.shape[3]:
-            grown = self._allocate(self._storage.shape[1], max(tokens, int(self._storage.shape[3] * GROWTH)))
+            grown = self._allocate(self._storage.shape[1], room_for(tokens, self._storage.shape[3]))
             grown[:, :, :, : self._length] = self._storage[:, :, :, : self._length]
             self._storage = grown
         return self._storage
@@ -248,6 +248,11 @@ class StoreLayer(DynamicLayer):
             self._storage = self._memory = self._source = self.written = None
             self._plain = True
         return super().update(key_states, value_states)
+
+
+def room_for(tokens: int, capacity: int) -> int:
+    """The next capacity of what has outgrown this one with so many tokens."""
+    return max(tokens, capacity + max(GROWS_BY, capacity // GROWTH))
 
 
 def writable(memory: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,8 @@ class CacheBuilder:
         length = self._prompt.length
         wanted = config.max_length if isinstance(config.max_length, int) else length + SPARE_TOKENS
         static = self._static(config)
-        capacity = max(length, wanted if static else min(wanted, length + SPARE_TOKENS))
+        room = min(wanted - length, SPARE_TOKENS) if self._options.room is None else self._options.room
+        capacity = max(length, wanted if static else length + room)
         in_place = self._in_place(device)
         recorded = static and not (in_place and device.type != DeviceLayer.device_type)
         paged = in_place and self._options.pool is not None and not recorded

@@ -34,6 +34,7 @@ class Options:
     publish_tokens: int | None = None  # of a prompt, at most; None: all, and generated text
     tails: bool = False  # what is left behind a text's last whole block has a block of its own
     search: bool = True  # behind the prefix too, where the model allows it
+    room: int | None = None  # for tokens behind a prompt, to begin with; None: for all it may say, to a bound
     state_every_blocks: int = STATE_EVERY_BLOCKS  # between two stored states of recurrent layers
     raises: bool = False  # a store that fails ends the call, which else goes on without
 

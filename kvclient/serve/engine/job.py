@@ -18,6 +18,8 @@ from kvclient.serve.engine.text import Text
 from kvclient.serve.engine.windowed import Windowing
 from kvclient.serve.scheduler import Entry
 
+ROOM_TOKENS = 128
+
 
 @dataclass(frozen=True)
 class Token:
@@ -102,6 +104,11 @@ class Job:
     first: Prompt | None = None
     draft: Record | None = None
     behind: Behind | None = None  # the last look at what its prompt shares inside of a block
+
+    @property
+    def room(self) -> int:
+        """Tokens of its answer that memory is taken for before they are said."""
+        return max(1, min(self.new_tokens - len(self.tokens), ROOM_TOKENS))
 
     @property
     def said(self) -> list[int]:

@@ -212,7 +212,8 @@ class Loop:
         """The store as the request wants it: whose KV, in which codec, inside prompts too, kept how long."""
         kv = self._kv
         keeping = kv.keeping(job.priority, job.ttl_s, tails=True)
-        with kv.salted(job.salt), self._coded(job.codec), kv.limited(inside=job.inside), keeping:
+        inside, room = kv.limited(inside=job.inside), kv.roomy(job.room)
+        with kv.salted(job.salt), self._coded(job.codec), inside, keeping, room:
             yield
 
     def _coded(self, codec: str | None) -> contextlib.AbstractContextManager[None]:
@@ -228,7 +229,9 @@ class Loop:
         text = job.said
         if entry.filled == 0 and not last:
             stored = self.stored(text, job.salt, job.codec) if job.read else 0
-            upto = min(entry.prompt_tokens, max(upto, stored + self.limits.piece_tokens))
+            kept = job.read and job.write and not self._kv.client.degraded  # for the next piece
+            least = stored + self.limits.piece_tokens if kept else entry.prompt_tokens
+            upto = min(entry.prompt_tokens, max(upto, least))
             last = upto == entry.prompt_tokens
         ids = torch.tensor([text[:upto]], device=self._model.device)
         config = GenerationConfig(

@@ -45,9 +45,13 @@ def test_a_long_prompt_does_not_stop_those_who_run(scheduler):
     assert kinds == [Decode, Prefill] * 4 or kinds == [Prefill, Decode] * 4
 
 
-def test_alone_a_prompt_is_computed_whole(scheduler):
+def test_alone_a_prompt_is_computed_in_longer_pieces(scheduler):
+    """It was computed whole: who came then, or whose client left, waited for all of it."""
     entry = scheduler.submit("alone", 1000, 10)
-    assert scheduler.next() == Prefill(entry, 1000)
+    assert scheduler.next() == Prefill(entry, 300)
+    scheduler.filled(entry, 300)
+    scheduler.submit("other", 1000, 10)
+    assert scheduler.next() == Prefill(entry, 400)
 
 
 def test_short_rests_go_with_the_step_and_what_they_share_is_computed_once(clock):
