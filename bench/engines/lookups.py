@@ -74,7 +74,9 @@ def spec(directory: str, calls: int) -> dict[str, dict]:
 
     client = kvclient.connect(directory, on_error="miss")
     derived = DerivedKeys(b"spec".ljust(32, b"\0"))
-    names = SimpleNamespace(ranks=1, usable=lambda key: True, whole=lambda keys: derived.listed(list(keys)))
+    names = SimpleNamespace(
+        ranks=1, groups=1, usable=lambda key: True, whole=lambda keys: derived.listed(list(keys))
+    )
     manager = KvstoredManager(client, names, 1.0, 5.0, 30.0, 16_384, events=False)
     keys = [make_offload_key(hashlib.sha256(b"%d" % block).digest(), 0) for block in range(BLOCKS)]
     layout = kvclient.Layout(
@@ -88,6 +90,8 @@ def spec(directory: str, calls: int) -> dict[str, dict]:
     first, again = [], []
     for number in range(calls):
         context = ReqContext(req_id=str(number))
+        for place, key in enumerate(keys, 1):  # as vLLM has named them by then
+            context.set_offload_key_position(key, BLOCK_TOKENS * place)
         first.append(thread_ns(lambda context=context: [manager.lookup(key, context) for key in keys]))
         manager.on_schedule_end(ScheduleEndContext((), ()))
         manager._pool.submit(int).result()

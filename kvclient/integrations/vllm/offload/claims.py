@@ -41,9 +41,9 @@ class Claims:
         self._todo: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # not before there is something to do
 
-    def elsewhere(self, name: bytes) -> bool:
-        """Whether somebody computes that block. Reads shared memory. Raises KVClientError."""
-        return self._client.lookup(_MARKS.listed([name])).states[0] == PENDING
+    def elsewhere(self, names: Sequence[bytes]) -> list[bool]:
+        """Whether somebody computes those blocks. Reads shared memory. Raises KVClientError."""
+        return [state == PENDING for state in self._client.lookup(_MARKS.listed(list(names))).states]
 
     def computing(self, names: Sequence[bytes]) -> None:
         """From now on, until done()."""

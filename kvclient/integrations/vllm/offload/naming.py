@@ -131,7 +131,7 @@ class OffloadNames:
         text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
         self.identity = hashlib.sha256(text.encode()).digest()
         self._derived = DerivedKeys(self.identity)
-        self.ranks = parallel.world_size
+        self.ranks, self.groups = parallel.world_size, len(config.groups)
         self._seeded = "PYTHONHASHSEED" in os.environ
         self._told = False
 

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -34,10 +33,13 @@ from vllm.v1.kv_offload.base import (
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
 from kvclient.integrations.marks import all_gave_their_word
-from kvclient.integrations.pages import MISSING, ON_DISK, PENDING, RESIDENT
+from kvclient.integrations.pages import MISSING, PENDING
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload.claims import Claims
+from kvclient.integrations.vllm.offload.held import Held, Pins, RequestState
 from kvclient.integrations.vllm.offload.naming import OffloadNames, Resets
+from kvclient.integrations.vllm.offload.run import Run
+from kvclient.integrations.vllm.offload.states import FOUND, States
 from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
@@ -52,38 +54,6 @@ class StoredBlocks(LoadStoreSpec):
         self.names = names
 
 
-@dataclass
-class _Pins:
-    """Of the blocks that the same requests asked for in one step: one batch for each rank."""
-
-    batches: list[Any]
-    blocks: int  # that are still held
-
-    def release_one(self) -> None:
-        self.blocks -= 1
-        if self.blocks <= 0:
-            for batch in self.batches:
-                batch.release()
-
-
-@dataclass
-class _Held:
-    """A block that is pinned for the requests that found it."""
-
-    pins: _Pins
-    requests: set[str]
-    until: float
-    loads: int = 0
-
-
-@dataclass
-class _Request:
-    keys: set[OffloadKey] = field(default_factory=set)  # held for it
-    missed: set[OffloadKey] = field(default_factory=set)  # found, and not to be had
-    waited_until: float | None = None
-    verified_until: float | None = None
-
-
 class KvstoredManager(OffloadingManager):
     """One per engine core. vLLM calls it from one thread; `_verify` runs on another."""
 
@@ -95,12 +65,15 @@ class KvstoredManager(OffloadingManager):
         self._wait_s, self._wait_pending_s = wait_s, wait_pending_s
         self._lease_s, self._max_held, self._fetch_wait_s = lease_s, max_held, fetch_wait_s
         self._claims = Claims(client, self._health, lease_s)
+        self._states = States(client, names, self._health, self._claims)
+        self._run = Run(names.groups)
         self._words = words  # of the workers, until all have said that what is promised can be loaded
         self._lock = threading.Lock()
-        self._requests: dict[str, _Request] = {}
-        self._held: dict[OffloadKey, _Held] = {}
-        self._leaving: list[_Held] = []  # being loaded at a reset: vLLM never says when that has ended
+        self._requests: dict[str, RequestState] = {}
+        self._held: dict[OffloadKey, Held] = {}
+        self._leaving: list[Held] = []  # being loaded at a reset: vLLM never says when that has ended
         self._resets = Resets()
+        # Who asked for what. Keys share a set: it is never added to.
         self._wanted: dict[OffloadKey, set[str]] = {}  # of this step, to be verified
         self._sought: dict[OffloadKey, set[str]] = {}  # of this step, to be asked of other hosts
         self._verifying: dict[OffloadKey, set[str]] = {}
@@ -112,36 +85,93 @@ class KvstoredManager(OffloadingManager):
     # ---------------------------------------------------------------- look-ups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        run = self._run
+        if run.context is req_context:
+            try:
+                return run.answers[key]
+            except KeyError:
+                pass
+        return self._look_ahead(key, req_context)
+
+    def _look_ahead(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Answers for what vLLM asks next, too. Only what is pinned is a hit: nothing goes in between."""
         if not self._names.usable(key) or (self._words and not self._may_promise()):
             return LookupResult.MISS
+        keys = self._run.behind(key, req_context)
+        answers = self._run.answers
         with self._lock:
-            request = self._requests.setdefault(req_context.req_id, _Request())
-            if (held := self._held.get(key)) is not None:
-                held.requests.add(req_context.req_id)
-                held.until = time.monotonic() + self._lease_s
-                request.keys.add(key)
+            request = self._requests.setdefault(req_context.req_id, RequestState())
+            request.until = time.monotonic() + self._lease_s
+            if request.keys.issuperset(keys):
+                answers.update(dict.fromkeys(keys, LookupResult.HIT))
                 return LookupResult.HIT
+            unknown = keys
+            if self._held or self._verifying or self._wanted or self._sought or request.missed:
+                unknown = self._known(keys, req_context.req_id, request)
+            held = len(self._held) + len(self._leaving)
+            room = self._max_held - held - len(self._verifying) - len(self._wanted) - len(self._sought)
+        states = self._states.of(unknown) if unknown else b""
+        found = min(len(states) - len(states.lstrip(FOUND)), max(room, 0))
+        self._want(unknown[:found], self._wanted, req_context.req_id, request)
+        answers.update(dict.fromkeys(unknown[:found], LookupResult.RETRY))
+        self._answer_each(unknown[found:], states[found:], room - found, req_context.req_id, request)
+        return answers[key]
+
+    def _known(self, keys: list[OffloadKey], req_id: str, request: RequestState) -> list[OffloadKey]:
+        """Answers what is held for somebody, on its way, or was missed. The others as far as a miss."""
+        unknown, answers = [], self._run.answers
+        late = request.verified_until is not None and time.monotonic() >= request.verified_until
+        for key in keys:
+            if (held := self._held.get(key)) is not None:
+                held.requests.add(req_id)
+                request.keys.add(key)
+                answers[key] = LookupResult.HIT
+                continue
+            coming = next((of for of in (self._verifying, self._wanted, self._sought) if key in of), None)
+            if coming is self._verifying and late:
+                request.missed.add(key)
             if key in request.missed:
-                return LookupResult.MISS
-            if key in self._verifying:
-                if request.verified_until is not None and time.monotonic() >= request.verified_until:
-                    request.missed.add(key)
-                    return LookupResult.MISS
-                self._verifying[key].add(req_context.req_id)
-                return LookupResult.RETRY
-            held_now = len(self._held) + len(self._leaving)
-            coming = len(self._verifying) + len(self._wanted) + len(self._sought)
-            full = held_now + coming >= self._max_held
-        state = self._state(key)
-        if (state == PENDING or (state == MISSING and self._is_claimed(key))) and self._may_wait(request):
-            return LookupResult.HIT_PENDING
-        ask = self._wanted if state in (RESIDENT, ON_DISK) else self._sought
-        if full or state == PENDING or (ask is self._sought and not self._fetch_wait_s):
-            return LookupResult.MISS
-        ask.setdefault(key, set()).add(req_context.req_id)
-        if request.verified_until is None:
+                answers[key] = LookupResult.MISS
+                break
+            if coming is None:
+                unknown.append(key)
+                continue
+            if req_id not in coming[key]:
+                coming[key] = coming[key] | {req_id}
+            answers[key] = LookupResult.RETRY
+        return unknown
+
+    def _want(
+        self, keys: list[OffloadKey], where: dict[OffloadKey, set[str]], req_id: str, request: RequestState
+    ) -> None:
+        asked = {req_id}
+        where.update(dict.fromkeys(keys, asked))
+        if keys and request.verified_until is None:
             request.verified_until = time.monotonic() + self._wait_s + self._fetch_wait_s + QUEUE_S
-        return LookupResult.RETRY
+
+    def _answer_each(
+        self, keys: list[OffloadKey], states: bytes, room: int, req_id: str, request: RequestState
+    ) -> None:
+        """As far as a miss, behind which vLLM does not ask."""
+        claimed: list[bool] = []  # asked of the first that is missing, of more if that is no miss
+        for i, (key, state) in enumerate(zip(keys, states, strict=True)):
+            is_claimed = False
+            if state == MISSING and self._wait_pending_s:
+                if i >= len(claimed):
+                    claimed = [False] * i + self._states.claimed([key])
+                    if claimed[i] or self._fetch_wait_s:
+                        claimed += self._states.claimed(keys[i + 1 :])
+                is_claimed = claimed[i]
+            if (state == PENDING or is_claimed) and self._may_wait(request):
+                self._run.answers[key] = LookupResult.HIT_PENDING
+                continue
+            where = self._wanted if state in FOUND else self._sought
+            if room <= 0 or state == PENDING or (where is self._sought and not self._fetch_wait_s):
+                self._run.answers[key] = LookupResult.MISS
+                return
+            self._want([key], where, req_id, request)
+            self._run.answers[key] = LookupResult.RETRY
+            room -= 1
 
     def _may_promise(self) -> bool:
         """A load that fails ends the engine: nothing is promised before every worker's self-test passed."""
@@ -149,36 +179,14 @@ class KvstoredManager(OffloadingManager):
             self._words = ()
         return not self._words
 
-    def _is_claimed(self, key: OffloadKey) -> bool:
-        """Whether an engine computes it, which waits for nobody to wait."""
-        if not self._wait_pending_s:
-            return False
-        try:
-            return self._claims.elsewhere(self._names.whole([key])[0])
-        except KVClientError as error:
-            self._health.failed("a look-up", error)
-            return False
-
-    def _state(self, key: OffloadKey) -> int:
-        """Of the rank that has least of it."""
-        (name,) = self._names.whole([key])
-        ranks = self._names.ranks
-        try:
-            names = [each_of_rank([name], rank, ranks)[0] for rank in range(ranks)]
-            states = self._client.lookup(names).states
-        except KVClientError as error:
-            self._health.failed("a look-up", error)
-            return MISSING
-        order = (MISSING, PENDING, ON_DISK, RESIDENT)
-        return min(states, key=order.index)
-
-    def _may_wait(self, request: _Request) -> bool:
+    def _may_wait(self, request: RequestState) -> bool:
         now = time.monotonic()
         if request.waited_until is None:
             request.waited_until = now + self._wait_pending_s
         return now < request.waited_until
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._run.end()
         self._expire()
         self._resets.scheduled(context)
         wanted, self._wanted = self._wanted, {}
@@ -190,9 +198,12 @@ class KvstoredManager(OffloadingManager):
     def _ask(self, wanted: dict[OffloadKey, set[str]], pool: ThreadPoolExecutor, wait_s: float) -> None:
         with self._lock:
             self._verifying.update(wanted)
+        of_set: dict[int, list[OffloadKey]] = {}  # by one request's question, which all have one set
         together: dict[frozenset[str], list[OffloadKey]] = {}
         for key, requests in wanted.items():
-            together.setdefault(frozenset(requests), []).append(key)
+            if (keys := of_set.get(id(requests))) is None:
+                keys = of_set[id(requests)] = together.setdefault(frozenset(requests), [])
+            keys.append(key)
         for keys in together.values():
             pool.submit(self._verify, keys, wait_s)
 
@@ -203,7 +214,7 @@ class KvstoredManager(OffloadingManager):
         One call a rank: vLLM's thread asks again without a pause, and each call between would wait for the
         interpreter's lock until that thread is made to give it up, 5 ms each time.
         """
-        pins = _Pins([], len(keys))
+        pins = Pins([], len(keys))
         good = [True] * len(keys)
         until = time.monotonic() + wait_s
         whole = self._names.whole(keys)
@@ -221,12 +232,14 @@ class KvstoredManager(OffloadingManager):
         with self._lock:
             if whole != self._names.whole(keys):  # names of before a reset
                 good = [False] * len(keys)
+            until = time.monotonic() + self._lease_s
             for i, key in enumerate(keys):
                 requests = {r for r in self._verifying.pop(key, set()) if r in self._requests}
                 if good[i] and requests:
-                    self._held[key] = _Held(pins, requests, time.monotonic() + self._lease_s)
+                    self._held[key] = Held(pins, requests)
                     for request in requests:
                         self._requests[request].keys.add(key)
+                        self._requests[request].until = until
                     continue
                 for request in requests:
                     self._requests[request].missed.add(key)
@@ -243,14 +256,19 @@ class KvstoredManager(OffloadingManager):
         """Of requests that wait for room longer than a lease lasts; they ask again."""
         now = time.monotonic()
         with self._lock:
-            for key in [k for k, held in self._held.items() if held.until <= now and not held.loads]:
-                for request in self._held[key].requests:
-                    if request in self._requests:
-                        self._requests[request].keys.discard(key)
-                self._release(key)
+            late = {name for name, request in self._requests.items() if request.keys and request.until <= now}
+            for key in set().union(*(self._requests[name].keys for name in late)):
+                held = self._held[key]
+                if not held.loads and held.requests <= late:
+                    self._let_go(key, held)
             for held in [held for held in self._leaving if held.until <= now]:
                 self._leaving.remove(held)
                 held.pins.release_one()
+
+    def _let_go(self, key: OffloadKey, held: Held) -> None:
+        for request in held.requests:
+            self._requests[request].keys.discard(key)
+        self._release(key)
 
     def _release(self, key: OffloadKey) -> None:
         self._held.pop(key).pins.release_one()
@@ -269,6 +287,7 @@ class KvstoredManager(OffloadingManager):
         return StoredBlocks(self._names.whole(keys))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._run.end()
         with self._lock:
             for key in keys:
                 held = self._held[key]
@@ -285,7 +304,9 @@ class KvstoredManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         old = req_context.req_id in self._resets
-        new = [key for key in keys if not old and self._names.usable(key) and self._state(key) == MISSING]
+        usable = [key for key in keys if not old and self._names.usable(key)]
+        states = self._states.of(usable) if usable else b""
+        new = [key for key, state in zip(usable, states, strict=True) if state == MISSING]
         names = self._names.whole(new)
         if len(names) > 1 and self._wait_pending_s:  # of a prompt: they are computed in the step that begins
             self._claims.computing(names)
@@ -298,7 +319,7 @@ class KvstoredManager(OffloadingManager):
         self._claims.done(names)
         if self._events is None or not success:
             return
-        there = self._there(names)  # a worker's store that failed is no failure to vLLM
+        there = self._states.there(names)  # a worker's store that failed is no failure to vLLM
         if stored := [key for key, is_there in zip(keys, there, strict=True) if is_there]:
             self._events.append(OffloadingEvent(stored, Medium.CPU, False))
         for name, key, is_there in zip(names, keys, there, strict=True):
@@ -309,30 +330,19 @@ class KvstoredManager(OffloadingManager):
         """Also of blocks that were told as stored and have gone since, as the engine's steps find them."""
         if self._events is None:
             return ()
-        gone = self._told.gone(self._there)
+        gone = self._told.gone(self._states.there)
         events, self._events = self._events, []
         return [*events, OffloadingEvent(gone, Medium.CPU, True)] if gone else events
-
-    def _there(self, names: Sequence[bytes]) -> list[bool]:
-        """Of each rank."""
-        try:
-            parts = [
-                self._client.lookup(each_of_rank(list(names), rank, self._names.ranks)).states
-                for rank in range(self._names.ranks)
-            ]
-        except KVClientError as error:
-            self._health.failed("a look-up", error)
-            return [False] * len(names)
-        return [MISSING not in states for states in zip(*parts, strict=True)]
 
     # ---------------------------------------------------------------- requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         with self._lock:
-            self._requests.setdefault(req_context.req_id, _Request())
+            self._requests.setdefault(req_context.req_id, RequestState())
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._run.end()
         with self._lock:
             request = self._requests.pop(req_context.req_id, None)
             for key in request.keys if request else ():
@@ -350,6 +360,7 @@ class KvstoredManager(OffloadingManager):
         go on with the KV that they have, and then offers all of it to be stored once more.
         """
         self._claims.lift_all()
+        self._run.end()
         with self._lock:
             self._names.begin_anew()
             self._resets.reset()

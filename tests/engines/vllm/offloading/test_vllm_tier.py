@@ -13,7 +13,7 @@ from tests.hosts.hosts import Hosts
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("scene", ["tier", "spec", "marks"])
+@pytest.mark.parametrize("scene", ["tier", "spec", "marks", "ahead"])
 def test_bytes_parts_identity_events_and_harm(daemon, scene):
     kvstored = daemon()
     run_scene(kvstored, [f"tests.engines.vllm.offloading.vllm_{scene}_scene", str(kvstored.dir)], 800.0)

@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_offload.base import LookupResult, PrepareStoreOutput, ScheduleEndContext
+from vllm.v1.kv_offload.base import LookupResult, PrepareStoreOutput, ReqContext, ScheduleEndContext
 
 import tests.v1.kv_connector.unit.offloading_connector.utils as theirs
 import tests.v1.kv_connector.unit.utils as connectors
@@ -90,14 +90,15 @@ class Programmed:
         """As if the lease had ended."""
         self.ours._wanted.pop(key, None)
         self.ours._pool.submit(int).result()
-        if (held := self.ours._held.get(key)) is not None:
-            held.until = 0.0
-        self.ours._expire()
+        held = self.ours._held.get(key)
+        if held is not None and not held.loads:
+            self.ours._let_go(key, held)
         for request in self.ours._requests.values():
             request.missed.discard(key)
             request.waited_until = None
 
     def lookup(self, wanted, key, context):
+        context = ReqContext(req_id=context.req_id)  # without names of more keys: each has a program
         held = self.ours._held.get(key)
         if self.spec.worker() is None or (held is not None and held.loads and wanted is not LookupResult.HIT):
             ANSWERS["as programmed"] += 1  # no tensors in this test, or a block that is being loaded
