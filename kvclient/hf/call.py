@@ -9,8 +9,10 @@ there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvclient.errors import KVClientError, PagesExhausted
 from kvclient.hf.release import DUMMIES, INDEXED, NAMES, STATES, compresses
 
 # Arguments of the model that leave the KV of the prompt's tokens alone. Any other that is set means that the
@@ -300,6 +303,32 @@ class Totals:
             sums["hit_rate"] = sums["hits"] / max(1, sums["requests"])
             sums["token_hit_rate"] = found / max(1, sums["prompt_tokens"])
             return {**sums, "reused_by_tier": tiers, "bypassed": dict(self._bypassed)}
+
+
+# What a step of the store fails with: its own errors, the system's, and what native code, NumPy and torch
+# raise for what they cannot do. All else (AssertionError, TypeError, KeyError) is a broken invariant of ours.
+FAILURES = (KVClientError, OSError, RuntimeError, ValueError, MemoryError)
+
+
+class LoadFailed(KVClientError):
+    """KV was to be loaded within the model's pass: its cause is what was raised, and no error of the model's.
+    Internal: the request computes.
+    """
+
+
+def loads(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step, whose failures are LoadFailed: so a model's pass knows them from its own."""
+
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except (LoadFailed, PagesExhausted):
+            raise
+        except FAILURES as error:
+            raise LoadFailed(f"{type(error).__name__}: {error}") from error
+
+    return call
 
 
 class Lost(Exception):

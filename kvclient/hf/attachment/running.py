@@ -30,14 +30,13 @@ from transformers.cache_utils import DynamicCache
 
 from kvclient.errors import DeadlineExceeded
 from kvclient.hf.attachment import assisted
-from kvclient.hf.call import Report, begun
+from kvclient.hf.call import FAILURES, Report, begun
 from kvclient.hf.model.watch import foreign_mode
 from kvclient.hf.proof.attached import Attached
 from kvclient.hf.release import NAMES
 from kvclient.hf.request.batch.row_by_row import RowByRow
 from kvclient.hf.request.continuation import Continuation, Opened
 from kvclient.hf.request.request import Request
-from kvclient.hf.request.tolerance import STORE_ERRORS
 from kvclient.hf.speculation import Speculation
 
 PLACE = "_kvstored"  # where a model keeps its Attachment: in itself, so that both can be collected together
@@ -107,7 +106,7 @@ def generate(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             cache = next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
             made = _request(kv, model, started, cache)
-        except STORE_ERRORS as error:
+        except FAILURES as error:
             if kv._model_state.options.raises:
                 raise
             failed = Report(bypassed="unavailable", bypass_detail=f"{type(error).__name__}: {error}")
@@ -229,7 +228,7 @@ def opened(kv: Attached, model: torch.nn.Module, input_ids: torch.Tensor, config
                 return None
             made.ends_with(stack.pop_all().close)
             usable = made.begin(model, input_ids, config)
-        except STORE_ERRORS:  # generate() says what it goes on without
+        except FAILURES:  # generate() says what it goes on without
             usable = False
     if not usable:
         made.finish()

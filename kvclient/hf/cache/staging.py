@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvclient import kernels
+from kvclient.hf.call import loads
 from kvclient.kernels import contract
 from kvclient.kernels.host_memory import HostMemory
 from kvclient.kernels.transfer import Copies, Transfer
@@ -56,6 +57,7 @@ class Staged:
         self._alive: list[Any] = []  # what pins the blocks
         self._moving: Transfer | None = None
 
+    @loads
     def layer(self, index: int) -> tuple[list[tuple[int, Any]], torch.Tensor | None]:
         """(row, segment of the device's memory) in order of columns, and that memory, uint8 [bytes]; the
         current stream waits for it.

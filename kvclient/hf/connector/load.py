@@ -2,7 +2,7 @@
 
 Owns the pins of one request's blocks until they are loaded. Never hands over a block whose token ids, kept in
 its meta area, are not the prompt's: a key is a hash, and a hit is confirmed, not trusted. Invariant: load()
-either fills every column it promised or raises Lost; there is no third outcome.
+either fills every column it promised or raises Lost or LoadFailed; there is no third outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from kvclient.blocks.chunker import Chunker
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, PinsExhausted
 from kvclient.hf.cache.layer import as_array
-from kvclient.hf.call import Clock, Group, Lost
+from kvclient.hf.call import Clock, Group, Lost, loads
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.connector.layer_groups import GroupMatch
 from kvclient.hf.connector.part import confirmed_part
@@ -241,6 +241,7 @@ class PrefixSource:
             count += (min(sinks + tail, held) + part) * len(found.group.rows)
         return count
 
+    @loads
     def load(self, layer: int, storage: torch.Tensor) -> None:
         """Copies the blocks into a dense cache's storage [arrays, rows, heads, columns, head_dim]."""
         on_cpu = storage.device.type == "cpu"
@@ -269,12 +270,14 @@ class PrefixSource:
         sink_columns = form.read_tensor(view, place)[:, None, :, : stop - pad]
         storage[:, found.group.rows, :, pad:stop] = sink_columns.to(storage.device)
 
+    @loads
     def arrays(self, layer: int) -> list[BlockSpan]:
         """The blocks where they lie, in order of columns. Each array holds its block's pin, also after
         release().
         """
         return self._spans(layer, BlockFormat.in_place)
 
+    @loads
     def offsets(self, layer: int) -> np.ndarray | None:
         """int64 [blocks]: where in its block that layer begins, of each that arrays() has. None where some
         layers keep other tokens than others.

@@ -24,7 +24,7 @@ from kvclient.hf.cache.indexed import set_positions, with_parts
 from kvclient.hf.cache.layer import Memory, StoreLayer, replace_layers
 from kvclient.hf.cache.staging import Staged
 from kvclient.hf.cache.static import Steps
-from kvclient.hf.call import Bypassed, Clock, Lost, Prompt, Report, read_prompt
+from kvclient.hf.call import Bypassed, Clock, LoadFailed, Lost, Prompt, Report, read_prompt
 from kvclient.hf.connector.load import PrefixMatch, PrefixSource
 from kvclient.hf.connector.part import extend_part
 from kvclient.hf.decoding.decode_step import Step
@@ -39,7 +39,7 @@ from kvclient.hf.request.options import Options
 from kvclient.hf.request.pieces import run_in_pieces
 from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import ServedModel
-from kvclient.hf.request.tolerance import STORE_ERRORS, Tolerance, of_store
+from kvclient.hf.request.tolerance import Tolerance
 from kvclient.hf.reuse.blend import Blend
 from kvclient.hf.reuse.passes import run_passes
 
@@ -113,11 +113,10 @@ class Request:
                 break
             except Lost:
                 self.report.followed_lost += 1
-            except STORE_ERRORS as error:  # out of a load, if anything is loaded; else the model's own
-                loads = self._prefix is not None or self._blend is not None
-                if self._options.raises or not loads or not of_store(error):
-                    raise
-                self._tolerance.note(error, time.perf_counter() - began)
+            except LoadFailed as failed:
+                if self._options.raises:
+                    raise (failed.__cause__ or failed) from None
+                self._tolerance.note(failed, time.perf_counter() - began)
             self._give_back()
             model_kwargs.clear()
             model_kwargs.update(saved)

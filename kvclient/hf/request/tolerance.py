@@ -1,8 +1,9 @@
 """A store that fails under a call: the rest of the call goes on without it.
 
 Owns which errors are the store's, what a report says of them, and when the store is asked again. Never hides
-an error of the model's own code: only steps that touch nothing but the store are tried here. Invariant: what
-was claimed or pinned before the failure is given back as far as the store still listens.
+an error of the model's own code: only steps that touch nothing but the store are tried here, and a load
+within the model's pass is a LoadFailed; nor one of a broken invariant, which is none of FAILURES. Invariant:
+what was claimed or pinned before the failure is given back as far as the store still listens.
 """
 
 from __future__ import annotations
@@ -12,17 +13,10 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from kvclient.errors import KVClientError, PagesExhausted
-from kvclient.hf.call import Report
+from kvclient.hf.call import FAILURES, LoadFailed, Report
 
-STORE_ERRORS = (KVClientError, OSError)
 REST = 10  # times as long as a failure lasted, the store is left alone: it costs a tenth of the time at most
 MOST_REST_S = 30.0
-
-
-def of_store(error: BaseException) -> bool:
-    """Whether an error is the store's: pages are the attachment's own memory."""
-    return isinstance(error, STORE_ERRORS) and not isinstance(error, PagesExhausted)
 
 
 class Tolerance:
@@ -41,7 +35,7 @@ class Tolerance:
         began = monotonic()
         try:
             step(*args)
-        except STORE_ERRORS as error:
+        except FAILURES as error:
             if self._raises:
                 raise
             self.note(error, monotonic() - began)
@@ -52,6 +46,8 @@ class Tolerance:
         """What the call goes on without the store for, and how many seconds it took; the first error is the
         one that is told.
         """
+        if isinstance(error, LoadFailed):
+            error = error.__cause__ or error
         self._report.store_error = self._report.store_error or f"{type(error).__name__}: {error}"
         self._report.store_failed_s += seconds
 

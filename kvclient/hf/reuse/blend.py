@@ -26,7 +26,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf.attention.backends import NAMES
 from kvclient.hf.attention.one_row import ONE_ROW
 from kvclient.hf.attention.registered import PREFIX, at, implementation
-from kvclient.hf.call import Clock
+from kvclient.hf.call import Clock, loads
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import Rope
 from kvclient.hf.model.structure import Refused
@@ -156,6 +156,7 @@ class Blend:
         """Which columns the pass computes, int64 [rows]."""
         return self._rows + self.exact
 
+    @loads
     def load(self, layer: int, storage: torch.Tensor, low: int = 0) -> None:
         """Puts the reused stretches of a layer into `storage` [2, rows, heads, capacity, head_dim], whose
         first column is the prompt's `low`.

@@ -106,6 +106,75 @@ def test_whatever_the_store_raises(model, client, monkeypatch, error):
         assert kv.last.store_error == f"{error.__name__}: the store is gone"
 
 
+@pytest.mark.filterwarnings("ignore:generate.. goes on")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, MemoryError])
+@pytest.mark.parametrize("step", STEPS)
+def test_whatever_its_own_code_raises(model, client, monkeypatch, wanted, step, error, in_place):
+    """What a client's native half, NumPy or a full machine raise is no error of the library's kinds."""
+    with attached(model, client, in_place=in_place) as kv:
+        generate(model, COLD, 4)
+        with monkeypatch.context() as patch:
+            failing = fail(patch, STEPS[step], error)
+            found = []
+            for ids in (COLD, WARM, COLD):
+                found.append(generate(model, ids, ANSWER)[0])
+                kv._rest = Rest()
+            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+            assert bool(kv.stats["store_errors"]) == bool(failing.failed)
+            if failing.failed and kv.last.store_error:
+                assert kv.last.store_error == f"{error.__name__}: the store is gone"
+        assert torch.equal(generate(model, COLD, ANSWER)[0], wanted[0]) and kv.last.reused_tokens >= 64
+
+
+@pytest.mark.filterwarnings("ignore:generate.. goes on")
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, MemoryError])
+def test_a_load_inside_of_a_prompt_that_fails(model, client, monkeypatch, error):
+    moved = torch.cat([prompt(11, seed=5), COLD[:, 8:64], prompt(9, seed=6)], dim=1)
+    wanted = generate(model, moved, ANSWER)[0]
+    repair = kvclient.hf.Repair("none", min_tokens=16)
+    with attached(model, client, repair=repair) as kv:
+        generate(model, COLD, 4)
+        generate(model, moved, 1)
+        assert kv.last.approximate_tokens
+        with monkeypatch.context() as patch, kv.bypass(write=True, read=False):
+            failing = fail(patch, STEPS["load"], error)
+            assert torch.equal(generate(model, moved, ANSWER)[0], wanted)
+            assert failing.failed and kv.last.store_error == f"{error.__name__}: the store is gone"
+            assert kv.last.approximate_tokens == 0
+
+
+@pytest.mark.filterwarnings("ignore:generate.. goes on")
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, MemoryError])
+def test_a_layout_that_cannot_be_registered(model, client, monkeypatch, wanted, error):
+    kv = kvclient.hf.attach(model, client, block_tokens=32, self_test=False)
+    with kv, monkeypatch.context() as patch, kv.coded("int8"):
+        failing = fail(patch, (InMemoryStore, "register_layout"), error)
+        assert torch.equal(generate(model, COLD, ANSWER)[0], wanted[0])
+        assert failing.failed and kv.last.store_error == f"{error.__name__}: the store is gone"
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, MemoryError])
+def test_who_asks_is_told_what_a_load_raised(model, client, monkeypatch, error):
+    with attached(model, client, on_error="raise"):
+        generate(model, COLD, 4)
+        with monkeypatch.context() as patch:
+            fail(patch, STEPS["load"], error)
+            with pytest.raises(error, match="the store is gone"):
+                generate(model, COLD, 4)
+
+
+@pytest.mark.parametrize("step", ["look-up", "load", "copy"])
+@pytest.mark.parametrize("error", [AssertionError, TypeError, KeyError])
+def test_a_broken_invariant_is_not_hidden(model, client, monkeypatch, step, error):
+    with attached(model, client):
+        generate(model, COLD, 4)
+        with monkeypatch.context() as patch:
+            fail(patch, STEPS[step], error)
+            with pytest.raises(error, match="the store is gone"):
+                generate(model, WARM if step == "copy" else COLD, 4)
+
+
 def test_it_is_said_once_and_logged_each_time(model, client, monkeypatch, caplog):
     with attached(model, client) as kv, monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         fail(patch, STEPS["look-up"])
@@ -139,18 +208,26 @@ def test_who_asks_is_told_by_an_exception(model, client, monkeypatch):
         attached(model, client, on_error="never")
 
 
-def test_the_models_own_errors_are_raised(model, client, monkeypatch):
-    """Also those of the store's kinds, which a model that reads its layers from files raises."""
+@pytest.mark.parametrize("error", [OSError, Unavailable, RuntimeError, ValueError, MemoryError])
+def test_the_models_own_errors_are_raised_at_once(model, client, monkeypatch, tmp_path, error):
+    """Also those of the store's kinds, which a model that reads its layers from files raises: a pass that is
+    tried again would hide one that comes once."""
+    mlp, told = type(model.model.layers[1].mlp), tmp_path / "told"
+    plain, raised = mlp.forward, tmp_path / "raised"
 
-    def forward(*_args, **_given):
-        raise OSError("a layer's file is gone")
+    def forward(self, *args):
+        if told.exists() and self is model.model.layers[1].mlp:  # files are no part of what is watched
+            raised.write_text(raised.read_text() + "x" if raised.exists() else "x")
+            raise error("a layer's file is gone")
+        return plain(self, *args)
 
-    with attached(model, client):
+    monkeypatch.setattr(mlp, "forward", forward)
+    with attached(model, client) as kv:
         generate(model, prompt(70), 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(type(model.model), "forward", forward)
-            with pytest.raises(OSError, match="layer's file"):
-                generate(model, prompt(70), 1)
+        told.touch()
+        with pytest.raises(error, match="layer's file"):
+            generate(model, prompt(70), 1)
+        assert (raised.read_text(), kv.last.bypassed, kv.stats["store_errors"]) == ("x", None, 0)
 
 
 def test_a_store_that_failed_slowly_is_left_alone_for_a_while():
