@@ -3,9 +3,10 @@
     python examples/prefill_decode.py
 
 Prints the time to the first token on one host, apart, over a link on which the KV takes half as long as
-computing it, and with the prefiller killed half-way; the answers are compared. Both "hosts" are this machine:
-network namespaces where this user may make them, else addresses of loopback, and then without the slow link.
-So the times say what the handoff costs and not what a second machine gains.
+computing it, and with the prefiller killed: at once, when nothing of the prompt is there, and half-way
+through a prefill in chunks, of which the whole ones are used. The answers are compared. Both "hosts" are this
+machine: network namespaces where this user may make them, else addresses of loopback, and then without the
+slow link. So the times say what the handoff costs and not what a second machine gains.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import hosts_here
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-TOKENS, NEW = 1024, 16
+TOKENS, NEW, CHUNK = 1024, 16, 128
 
 
 def attached(directory: str) -> Any:
@@ -45,8 +46,7 @@ def attached(directory: str) -> Any:
 def prefill(directory: str, pipe: Any) -> None:
     _, kv, inputs = attached(directory)
     pipe.send("ready")
-    pipe.recv()
-    handoff = kv.handoff(**inputs)
+    handoff = kv.handoff(**inputs, **pipe.recv())
     pipe.send(handoff.to_json())
     handoff.wait()
     pipe.send("done")
@@ -72,7 +72,18 @@ def resumed(kv: Any, handoff: str, began: float) -> tuple[list[int], float]:
     return out[0, TOKENS:].tolist(), entered - began + kv.last.ttft_s
 
 
-def apart(a: Path, kv: Any, kill: bool) -> tuple[list[int], float]:
+def await_half(a: Path, kv: Any, inputs: dict[str, Any]) -> None:
+    """Until half of the prompt's blocks are whole there."""
+    import kvclient
+
+    chain = kv.chunker.chain(kv.identity, inputs["input_ids"][0].tolist())
+    with kvclient.connect(dir=str(a)) as client:
+        while client.lookup(chain).resident < len(chain) // 2:
+            time.sleep(0.001)
+
+
+def apart(a: Path, kv: Any, inputs: dict[str, Any], kill: str) -> tuple[list[int], float]:
+    """kill: "", or when the prefiller is."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=prefill, args=(str(a), there))
@@ -80,8 +91,10 @@ def apart(a: Path, kv: Any, kill: bool) -> tuple[list[int], float]:
     try:
         assert here.recv() == "ready"
         began = time.perf_counter()
-        here.send("go")
+        here.send({"prefill_chunk_size": CHUNK} if kill == "half-way" else {})
         handoff = here.recv()
+        if kill == "half-way":
+            await_half(a, kv, inputs)
         if kill:
             process.kill()
         found = resumed(kv, handoff, began)
@@ -111,9 +124,9 @@ def show(hosts: dict[str, hosts_here.Host], kv: Any, model: Any, inputs: Any) ->
         alone_s = time.perf_counter() - began
         plain = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, TOKENS:].tolist()
 
-    def row(name: str, kill: bool = False) -> None:
+    def row(name: str, kill: str = "") -> None:
         flush(hosts)
-        tokens, first_s = apart(a.dir, kv, kill)
+        tokens, first_s = apart(a.dir, kv, inputs, kill)
         same = "yes" if tokens == plain else "NO"
         print(f"{name:28}{first_s:>10.2f} s  {kv.last.reused_tokens:>7}  {same}")
 
@@ -128,7 +141,8 @@ def show(hosts: dict[str, hosts_here.Host], kv: Any, model: Any, inputs: Any) ->
         network.slow("a", 10e9)
     else:
         print(f"{'over a slow link':28}not shown: {network.why}")
-    row("prefiller killed", kill=True)
+    for when in ("at once", "half-way"):
+        row(f"prefiller killed {when}", kill=when)
 
 
 def main() -> None:

@@ -44,12 +44,12 @@ def rows(rounds: int) -> Iterator[dict[str, Any]]:
             took["alone"].append(first_token_alone(model, kv, inputs))
             prefill_decode.flush(hosts)
             before = prefill_decode.fetched_bytes(hosts["b"])
-            took["apart"].append(prefill_decode.apart(hosts["a"].dir, kv, False)[1])
+            took["apart"].append(prefill_decode.apart(hosts["a"].dir, kv, inputs, "")[1])
             moved = prefill_decode.fetched_bytes(hosts["b"]) - before
             transfer_s.append(took["alone"][-1] / 2)
             hosts["a"].network.slow("a", moved / transfer_s[-1])
             prefill_decode.flush(hosts)
-            took["apart, slow"].append(prefill_decode.apart(hosts["a"].dir, kv, False)[1])
+            took["apart, slow"].append(prefill_decode.apart(hosts["a"].dir, kv, inputs, "")[1])
         kv.detach()
         kv.client.close()
     middle = {name: statistics.median(seconds) for name, seconds in took.items()}

@@ -190,10 +190,12 @@ class Publisher:
             self.not_quantisable += 1
         return not slot.broken
 
-    def seal(self) -> None:
-        """Seals every block that is complete."""
+    def seal(self, ended: bool = True) -> None:
+        """Seals every block that is complete. ended: the prompt is; without, what is on its way from a device
+        is not waited for."""
         began = time.perf_counter()
-        self._settle()
+        if ended:
+            self._settle()
         for writer in {id(slot.writer): slot.writer for slot in self._slots}.values():
             slots = [slot for slot in self._slots if slot.writer is writer]
             complete = [slot for slot in slots if slot.layers == self._layers]

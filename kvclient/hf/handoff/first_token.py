@@ -25,7 +25,7 @@ INPUTS = {"input_ids", "attention_mask"}
 BESIDE = {
     "max_new_tokens", "max_length", "max_time", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache",
     "decoder_start_token_id", "return_dict_in_generate", "transformers_version", "_from_model_config",
-    "cache_implementation",
+    "cache_implementation", "prefill_chunk_size",
 }  # fmt: skip
 OF_THE_TEXT = {"repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias"}
 OF_ANY = {"suppress_tokens", "renormalize_logits", *OF_THE_TEXT}

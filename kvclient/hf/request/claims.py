@@ -261,12 +261,12 @@ class Claims:
 
     # ---------------------------------------------------------------- after it
 
-    def seal(self) -> None:
-        """Publishes what was filled, or nothing if the model has changed since."""
+    def seal(self, ended: bool = True) -> None:
+        """Publishes what was filled, or nothing if the model has changed since. ended: as Publisher's."""
         if any(publisher.claimed for publisher in self._publishers) and not self._same():
             self.abort()
         for publisher in self._publishers:
-            publisher.seal()
+            publisher.seal(ended)
 
     def abort(self) -> None:
         """Gives back what is not sealed."""

@@ -1,8 +1,8 @@
-"""A prefill cut where states are stored: a recurrent layer shows its state only behind the last token of a
-pass.
+"""A prefill in several passes: cut where states are stored, for a recurrent layer shows its state only behind
+the last token of a pass; or cut by generate() as it was told.
 
-Owns the cutting of generate()'s arguments. Never changes what the last pass gives back. Invariant: the passes
-see the tokens of the prompt once each, in order.
+Owns the cutting of generate()'s arguments, and the telling of where a pass begins. Never changes what the
+last pass gives back. Invariant: the passes see the tokens of the prompt once each, in order.
 """
 
 from __future__ import annotations
@@ -46,3 +46,18 @@ def run_in_pieces(
         if name in model_kwargs or value is not None:
             model_kwargs[name] = value
     return outputs
+
+
+def between_passes(written: Callable[..., None], behind: Callable[[], Any]) -> Callable[..., None]:
+    """`written`, which is told of new columns with the layer's number first. behind() is called where a pass
+    has ended and another has begun: before the first layer of that."""
+    before = -1
+
+    def tell(layer: int, *columns: Any) -> None:
+        nonlocal before
+        if layer <= before:
+            behind()
+        before = layer
+        written(layer, *columns)
+
+    return tell

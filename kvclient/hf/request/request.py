@@ -36,7 +36,7 @@ from kvclient.hf.request.hit_end import hit_end
 from kvclient.hf.request.inside import Inside, search
 from kvclient.hf.request.load_or_compute import MIN_TOKENS, PrefillSpeed, WaitBudget
 from kvclient.hf.request.options import Options
-from kvclient.hf.request.pieces import run_in_pieces
+from kvclient.hf.request.pieces import between_passes, run_in_pieces
 from kvclient.hf.request.returned import Returned
 from kvclient.hf.request.served_model import ServedModel
 from kvclient.hf.request.tolerance import Tolerance
@@ -323,7 +323,7 @@ class Request:
             self._options, self._served_model, self._prompt, self._found, self._prefix,
             self._blend, self.report,
         )  # fmt: skip
-        self._layers = builder.layers(config, device, self._told(), self._memory)
+        self._layers = builder.layers(config, device, self._told(config), self._memory)
         self._staged, self._steps = builder.staged, builder.steps
         served = self._served_model
         replace_layers(cache, with_parts(self._layers, served.layers) if served.groups else self._layers)
@@ -333,17 +333,17 @@ class Request:
             rows = {row: prefix.states.tensors for prefix in self._found for row in prefix.group.rows}
             restore(cache, served.states.states, [rows[row] for row in sorted(rows)], device)
 
-    def _told(self) -> Callable[..., None] | None:
-        """Who is told of new columns, for as long as the store takes them."""
-        assert self._claims is not None
-        if (written := self._claims.written()) is None:
+    def _told(self, config: Any) -> Callable[..., None] | None:
+        """Who is told of new columns, as long as the store takes them. What a chunk completes is sealed."""
+        if (claims := self._claims) is None or (written := claims.written()) is None:
             return None
 
         def tell(*columns: Any) -> None:
             if not self._tolerance.tried(written, *columns):
                 self._stop_writing()
 
-        return tell
+        behind = functools.partial(self._tolerance.tried, claims.seal, False)
+        return tell if config.prefill_chunk_size is None else between_passes(tell, behind)
 
     # ---------------------------------------------------------------- after it
 

@@ -62,6 +62,12 @@ def test_greedy_decoding_computes_no_token_of_the_prompt(pair):
     assert (last.prompt_tokens, last.reused_tokens) == (101, 100), "all but the first token itself"
 
 
+def test_a_prefill_in_chunks_ends_with_a_first_token_too(pair):
+    ids = prompt(100, seed=51)
+    assert torch.equal(resumed(pair[1], handed(pair[0], ids, prefill_chunk_size=32)), plain(ids))
+    assert pair[1].last.reused_tokens == 100
+
+
 def test_a_sampler_goes_on_where_the_prefills_stood(pair):
     ids = prompt(100, seed=42)
     wanted = plain(ids, seed=5, **SAMPLED)

@@ -21,6 +21,10 @@ from tests.hosts.test_push import takes_pushes
 BLOCK, WAIT_S, LAYERS = 16, 60.0, 3
 
 
+class Died(Exception):
+    """Of a prefill, half-way."""
+
+
 @pytest.fixture
 def pair(daemon, tmp_path, wait_until):
     """(prefilling, decoding) attachments, each of a model of its own, on a host of its own."""
@@ -101,6 +105,36 @@ def test_a_prefiller_that_dies_half_way_costs_time_and_no_token(pair, last_layer
     pair[0].hosts[0].kill()
     found, _ = resumed(pair[1], handoff)
     assert torch.equal(found, tokens)
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_what_was_whole_when_the_prefiller_died_is_not_computed_again(pair, monkeypatch, followed):
+    """It dies in the last layer of the third chunk, before or while the decoder follows its blocks."""
+    ids, whole = prompt(100), 4 * BLOCK
+    dies, written, waits = threading.Event(), Publisher.written, PrefixSource._wait
+
+    def dying(self, layer, start, *more):
+        if threading.current_thread().name == "kvclient-handoff" and (layer, start) == (LAYERS - 1, whole):
+            assert not followed or dies.wait(WAIT_S)
+            raise Died
+        written(self, layer, start, *more)
+
+    def waiting(self, found, form, layer):
+        if layer == LAYERS - 1:
+            dies.set()
+        waits(self, found, form, layer)
+
+    monkeypatch.setattr(Publisher, "written", dying)
+    monkeypatch.setattr(PrefixSource, "_wait", waiting)
+    tokens, *_ = generate(build("llama"), ids)
+    handoff = pair[0].handoff(input_ids=ids, prefill_chunk_size=whole // 2)
+    if not followed:
+        with pytest.raises(Died):
+            handoff.wait(WAIT_S)
+    found, _ = resumed(pair[1], handoff)
+    assert torch.equal(found, tokens)
+    assert pair[1].last.reused_tokens == whole and pair[1].hosts.peers(1)["n0"]["fetched"] == whole // BLOCK
+    assert pair[1].last.followed_lost == followed
 
 
 def test_a_handoff_of_another_model_or_none_at_all_is_refused(pair):
