@@ -195,25 +195,37 @@ import sys, torch
 sys.path.insert(0, {root!r})
 import kvclient, kvclient.hf
 from tests.hf.zoo import generate, known, prompt
-model = known({name!r})
+model, whole = known({name!r}), prompt(100)
 with kvclient.connect(dir={dir!r}) as client, kvclient.hf.attach(
     model, client, block_tokens=8, state_every_blocks={every}
 ) as kv:
-    tokens, *_ = generate(model, prompt(100), 4)
-    print(kv.last.reused_tokens, tokens[0, -4:].tolist())
+    for blocks, seed in {asked!r}:
+        ids = torch.cat([whole[:, : 8 * blocks], prompt(9, seed=seed)], dim=1) if seed else whole
+        with kv.bypass():
+            plain, *_ = generate(model, ids, 4)
+        tokens, *_ = generate(model, ids, 4)
+        print("reused", kv.last.reused_tokens // 8, torch.equal(tokens, plain))
 """
+# Who has so many blocks between its states -> what it asks: how many blocks of the text, the seed of what is
+# behind them (0: the whole text), and how many blocks are reused.
+DENSE_FIRST = ((1, ((12, 0, 0),)), (5, ((12, 0, 12), (7, 11, 7), (3, 12, 3))))
+SPARSE_FIRST = (
+    (100, ((12, 0, 0), (12, 3, 12))),  # a state behind the whole text only
+    (1, ((12, 0, 12), (7, 11, 0), (7, 12, 7), (3, 13, 3), (10, 14, 7), (10, 15, 10))),
+    (100, ((5, 21, 5), (10, 22, 10), (9, 23, 9))),  # what it left out itself
+)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)])
-def test_two_processes_on_one_daemon_with_different_distances(name, daemon):
+@pytest.mark.parametrize("processes", [DENSE_FIRST, SPARSE_FIRST], ids=["dense first", "sparse first"])
+def test_two_processes_on_one_daemon_with_different_distances(name, processes, daemon):
     served = daemon(memory="16MiB")
-    said = []
-    for every in (1, 5):
-        code = CHILD.format(root=str(ROOT), name=name, dir=str(served.dir), every=every)
+    for every, steps in processes:
+        asked = [step[:2] for step in steps]
+        code = CHILD.format(root=str(ROOT), name=name, dir=str(served.dir), every=every, asked=asked)
         done = run_warm([sys.executable, "-c", code], cwd=ROOT, timeout=240, check=True)
-        said.append(done.stdout.splitlines()[-1].split(" ", 1))
-    assert [reused for reused, _ in said] == ["0", "96"]
-    assert said[0][1] == said[1][1]
+        said = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("reused")]
+        assert said == [[str(reused), "True"] for _, _, reused in steps]
 
 
 def test_a_token_alone_goes_on_with_no_other_call(attached):
