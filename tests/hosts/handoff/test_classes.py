@@ -12,14 +12,14 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf import Handoff, Repair
-from tests.hf.zoo import build, generate, known, near, prompt
+from tests.hf.zoo import (
+    COMPRESSED, INDEXED, LATENT, MOVED, RECURRENT, SERVED, WINDOWED, build, generate, known, near, prompt
+)  # fmt: skip
 
 BLOCK, WAIT_S = 16, 60.0
-SLOW = [
-    "qwen3_moe", "gemma", "gpt_neox", "bloom", "deepseek_v3", "minicpm3", "gemma3", "gpt_oss", "cohere2",
-    "llama4", "qwen3_next", "jamba", "lfm2", "mamba", "bamba",
-]  # fmt: skip
 QUICK = ["deepseek_v2", "gemma2", "falcon_h1", "mamba2"]  # latent, windows, both, states alone
+EXACT = {**SERVED, **MOVED, **LATENT, **INDEXED, **COMPRESSED, **WINDOWED, **RECURRENT}  # of the matrix
+SLOW = sorted(set(EXACT) - {*QUICK})
 
 
 @pytest.fixture(scope="module")

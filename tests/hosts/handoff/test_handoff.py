@@ -3,6 +3,7 @@
 Tiny random models, two daemons; the prefiller stops where a test says, on a condition.
 """
 
+import contextlib
 import dataclasses
 import threading
 
@@ -95,6 +96,42 @@ def test_decode_begins_while_the_prefill_still_computes(pair, last_layer, monkey
     assert opened.is_set() and handoff.wait(WAIT_S)
     assert torch.equal(found, tokens)
     assert pair[1].last.followed_tokens == 99, "with what is left behind the last whole block"
+
+
+def test_two_hosts_decode_one_prefill_at_once(daemon, tmp_path, wait_until, last_layer, monkeypatch):
+    """The last layer is written only after both have taken the first."""
+    (_, opened), original, took = last_layer, PrefixSource._loaded, set()
+    hosts, ids, answers = Hosts(daemon, tmp_path, 3).start().wait_up(wait_until), prompt(100), {}
+    tokens, *_ = generate(build("llama"), ids)
+
+    def loaded(self, layer):
+        took.add(threading.current_thread().name)
+        if len(took) == 2:
+            opened.set()
+        original(self, layer)
+
+    def decode(name, kv, handoff):
+        answers[name] = *resumed(kv, handoff), kv.last.followed_tokens
+
+    with contextlib.ExitStack() as ends:
+        made = []
+        for host in hosts.made:
+            client = ends.enter_context(host.connect())
+            made.append(kvclient.hf.attach(build("llama"), client, block_tokens=BLOCK, self_test=False))
+            ends.callback(made[-1].detach)
+        handoff = made[0].handoff(input_ids=ids)
+        monkeypatch.setattr(PrefixSource, "_loaded", loaded)
+        threads = [
+            threading.Thread(target=decode, args=(name, kv, handoff), name=name)
+            for name, kv in zip(("b", "c"), made[1:], strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert handoff.wait(WAIT_S)
+    assert set(answers) == {"b", "c"} and all(followed == 99 for *_, followed in answers.values())
+    assert all(torch.equal(found, tokens) for found, *_ in answers.values())
 
 
 def test_a_prefiller_that_dies_half_way_costs_time_and_no_token(pair, last_layer):
