@@ -13,7 +13,18 @@ import kvclient
 import kvclient.hf
 from kvclient.hf import Handoff, Repair
 from tests.hf.zoo import (
-    COMPRESSED, INDEXED, LATENT, MOVED, RECURRENT, SERVED, WINDOWED, build, generate, known, near, prompt
+    COMPRESSED,
+    INDEXED,
+    LATENT,
+    MOVED,
+    RECURRENT,
+    SERVED,
+    WINDOWED,
+    build,
+    generate,
+    known,
+    near,
+    prompt,
 )  # fmt: skip
 
 BLOCK, WAIT_S = 16, 60.0
