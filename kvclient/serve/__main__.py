@@ -364,14 +364,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         address = listening.address(chosen.host, door)
         took = time.perf_counter() - began
         print(f"{asking.model_name} is ready after {took:.1f} s at {address}", flush=True)
-        print(f"  page   {address}/\n  curl   {_curl(address, asking.model_name)}", flush=True)
+        line = curl(address, asking.model_name, bool(chosen.keys))
+        print(f"  page   {address}/\n  curl   {line}", flush=True)
         listening.serve(create_app(asking, kvclient.__version__, chosen.allow_origin), door)
     return 0
 
 
-def _curl(address: str, name: str) -> str:
+def curl(address: str, name: str, keys: bool) -> str:
+    """A line to try it with. keys: it wants one, which stands as KEY."""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hi"}]})
-    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = " -H 'Authorization: Bearer KEY'" if keys else ""
+    return f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 if __name__ == "__main__":

@@ -301,9 +301,7 @@ def test_everything_can_be_done_by_keyboard(page):
     names = [name for name, *_ in met]
     assert [name for name in names if name in wanted] == wanted and "Edit and resend" in names
     assert all(outline != "none" and name for _, outline, name in met), met
-    keys.press("Shift+Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Edit and resend"
-    keys.press("Enter")
+    page.get_by_text("Edit and resend").press("Enter")  # a long answer, scrolled by keys, may stand before it
     assert page.input_value("#message") == "one\ntwo" and page.locator(".turn").count() == 0
 
 

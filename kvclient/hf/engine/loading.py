@@ -6,10 +6,14 @@ wrong with the arguments is said before weights are read.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -32,8 +36,10 @@ def load(
         options["gguf_file"] = gguf_file
     if streaming is None:
         device = device and chosen_device(device)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **options).eval()
+        with read_once() if options else contextlib.nullcontext():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, **options)
+            model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **options)
+        model = model.eval()
         return (model.to(device) if device else model), tokenizer
     if options or device not in (None, "cpu"):
         raise InvalidArgument(f"streaming takes a directory on the CPU; got {options or device!r}")
@@ -42,6 +48,47 @@ def load(
         raise InvalidArgument(f"dtype={dtype!r}; it must be a dtype of torch, or auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path)
     return StreamingCausalLM.from_pretrained(name_or_path, streaming, dtype=wanted), tokenizer
+
+
+_reading = threading.Lock()
+
+
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """Within it, a .gguf file is read once: its configuration, its tokenizer and its weights would each read
+    all of its words, in Python, and each number of them as a file of its own. One thread at a time.
+    """
+    try:
+        import gguf
+    except ModuleNotFoundError:  # transformers says so
+        yield
+        return
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        @property
+        def data(self) -> np.ndarray:
+            """The file, as an array like any other: a slice of it takes a third of the time."""
+            return self._array
+
+        @data.setter
+        def data(self, mapped: np.memmap) -> None:
+            self._array = mapped.view(np.ndarray)
+
+    made: dict[str, Any] = {}
+
+    def reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
+        if mode != "r":
+            return Reader(path, mode)
+        if (name := os.path.realpath(path)) not in made:
+            made[name] = Reader(path)
+        return made[name]
+
+    with _reading:
+        before, gguf.GGUFReader = gguf.GGUFReader, reader
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = before
 
 
 def chosen_device(device: str) -> str:

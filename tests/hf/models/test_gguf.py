@@ -1,6 +1,7 @@
 """Proves that Engine serves a model from a .gguf file as from a directory: the same tokens, and reuse.
 
-Method: the tiny random llama of the zoo, written as GGUF with names and rows in that format's order, by hand.
+Method: the tiny random llama of the zoo, written as GGUF with names and rows in that format's order, by hand;
+how often its words are read is counted.
 """
 
 import numpy as np
@@ -76,3 +77,18 @@ def test_a_gguf_file_is_served(path, model, client):
         assert engine.tokenizer.decode(ids) == text and len(ids) == len(text)
     assert cold.tokens == warm.tokens == wanted[0, len(ids) :].tolist()
     assert (cold.report.reused_tokens, warm.report.reused_tokens) == (0, 32)
+
+
+def test_its_words_are_read_once(path, client, monkeypatch):
+    """Three times, for configuration, tokenizer and weights, they were; and nothing stays changed."""
+    before, read = gguf.GGUFReader, []
+
+    class Counted(before):
+        def _build_fields(self, *args):
+            read.append(type(self.data))
+            return super()._build_fields(*args)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    with Engine.from_pretrained(path, client, dtype=torch.float32, self_test=False):
+        assert read == [np.ndarray], "views of a mapped file are slow"
+    assert gguf.GGUFReader is Counted

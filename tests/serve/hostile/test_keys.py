@@ -7,11 +7,12 @@ server process that is asked with a key that is not ASCII, in every spelling of 
 
 import http.client
 import json
+import shlex
 import urllib.parse
 
 import pytest
 
-from kvclient.serve.__main__ import main, options
+from kvclient.serve.__main__ import curl, main, options
 from kvclient.serve.keys import Keys
 
 KEY = "Schlüssel-鍵 mit Leerzeichen".encode()
@@ -69,3 +70,10 @@ def test_a_key_of_any_characters_is_let_in_and_its_comment_is_not(server, tmp_pa
     assert main(["m", "--api-key-file", str(file), "--print-config"]) == 0
     told = capsys.readouterr().out
     assert json.loads(told)["api_keys"] == 3 and "alice" not in told
+
+
+def test_the_line_to_try_a_server_with_has_a_place_for_the_key_that_it_wants():
+    """Without one it was a 401, told by the server itself."""
+    lines = [shlex.split(curl("http://127.0.0.1:1", "m", keys)) for keys in (True, False)]
+    assert ["Authorization: Bearer KEY" in words for words in lines] == [True, False]
+    assert all(json.loads(words[-1])["model"] == "m" for words in lines)
