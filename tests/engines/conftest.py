@@ -155,6 +155,44 @@ def eagle_draft(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(target)
 
 
+MIMO = """
+import json, pathlib, sys, torch, transformers
+from safetensors.torch import load_file, save_file
+home, wide, inner, kv = pathlib.Path(sys.argv[1]), 128, 256, 64
+torch.manual_seed(0)
+transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+    hidden_size=wide, intermediate_size=inner, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=512, initializer_range=0.15, max_position_embeddings=4096,
+    tie_word_embeddings=False)).save_pretrained(home)
+config = json.loads((home / "config.json").read_text())
+config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+(home / "config.json").write_text(json.dumps(config))
+norms = ("token", "hidden", "final", "input", "post_attention")
+shapes = {f"{name}_layernorm": (wide,) for name in norms} | {"input_proj": (wide, 2 * wide)}
+for name, rows, columns in (("q", wide, wide), ("k", kv, wide), ("v", kv, wide), ("o", wide, wide)):
+    shapes[f"self_attn.{name}_proj"] = (rows, columns)
+for name, rows, columns in (("gate", inner, wide), ("up", inner, wide), ("down", wide, inner)):
+    shapes[f"mlp.{name}_proj"] = (rows, columns)
+drawn = {f"{name}.weight": 0.15 * torch.randn(shape) for name, shape in shapes.items()}
+drawn |= {f"self_attn.{name}_proj.bias": 0.15 * torch.randn(rows)
+          for name, rows in (("q", wide), ("k", kv), ("v", kv))}
+drawn["self_attn.o_proj.weight"] *= 10  # its guesses are of what it attends to
+weights = load_file(home / "model.safetensors")
+weights["lm_head.weight"][4:] = 0  # four tokens are said only, so that random guesses are right at times
+save_file(weights | {f"model.mtp_layers.0.{name}": each for name, each in drawn.items()},
+          home / "model.safetensors", {"format": "pt"})
+"""
+
+
+@pytest.fixture(scope="session")
+def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A MiMo of random weights, whose own last layer guesses (multi-token prediction)."""
+    target = tmp_path_factory.mktemp("mtp") / "mimo"
+    words = [str(python_of("vllm")), "-c", MIMO, target]
+    run_warm(words, ANSWER_S, check=True, python=WarmVllm, env={**os.environ, **VARIABLES})
+    return str(target)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """A Llama of 0.7 M random weights by its seed."""

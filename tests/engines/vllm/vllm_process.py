@@ -2,12 +2,12 @@
 not imported.
 
 Each answer is one line that begins with ANSWER. `fault` puts a connector between vLLM and ours that breaks
-something: "zero" zeroes what was loaded, "drop" deletes the blocks between look-up and load; a command
-{"do": "fault", …} arms others: "kill-load" and "kill-store" kill the process `pid` at the third layer of
-the next load or store, "pause" writes a file `paused` there and waits for a file `go`, "note" writes `file`
-when a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is at the start. "drop-rank"
-deletes them of the first rank only, while the file KVSTORED_TEST_WHEN is there; "drop-abort" has vLLM give
-the request up in the step whose load fails, "drop-once" does not.
+something: "zero" zeroes what was loaded, "zero-last" of the last layer, "drop" deletes the blocks between
+look-up and load; a command {"do": "fault", …} arms others: "kill-load" and "kill-store" kill the process
+`pid` at the third layer of the next load or store, "pause" writes a file `paused` there and waits for a file
+`go`, "note" writes `file` when a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is at
+the start. "drop-rank" deletes them of the first rank only, while the file KVSTORED_TEST_WHEN is there;
+"drop-abort" has vLLM give the request up in the step whose load fails, "drop-once" does not.
 """
 
 import json
@@ -113,7 +113,9 @@ class FaultyConnector(KvstoredConnector):
     def wait_for_layer_load(self, layer_name):
         self._at(layer_name, "kill-load", self._worker._loading)
         super().wait_for_layer_load(layer_name)
-        if FAULT == "zero" and self._worker._loading:
+        last = self._worker._index[layer_name] == len(self._worker._index) - 1
+        wrong = FAULT == "zero" or (FAULT == "zero-last" and last)
+        if wrong and self._worker._loading:
             tensor = self._worker._tensors[self._worker._index[layer_name]]
             for moved in self._worker._loading:
                 for number in moved.numbers:
