@@ -1,5 +1,6 @@
 // Goal: what nobody waits for is not brought: it leaves the queue, its connection is given up, its memory given back, and the
 // other end holds nothing for it; what somebody else waits for, reads already or wanted without waiting is brought all the same.
+// What matters more leaves the queue first.
 // Method: a server whose blocks are still being written, so that fetches of them do not end by themselves.
 #include "core/peer/server.h"
 #include "core/peer/tier.h"
@@ -27,9 +28,9 @@ struct Hosts {
     server.stop();
     here.store->check_integrity(), there.store->check_integrity();
   }
-  Presence want(uint64_t number, Waiter waiter, uint32_t for_ms = kLongMs) {
+  Presence want(uint64_t number, Waiter waiter, uint32_t for_ms = kLongMs, uint32_t priority = kDefaultPriority) {
     const Key wanted = key(number);
-    return here.store->promote({&wanted, 1}, kDefaultPriority, waiter == kNobody ? Wanting{} : Wanting::of(waiter, for_ms))[0];
+    return here.store->promote({&wanted, 1}, priority, waiter == kNobody ? Wanting{} : Wanting::of(waiter, for_ms))[0];
   }
   void comes_here(uint64_t number, Waiter waiter) {  // word of it may have to come first
     CHECK(eventually([&] { return want(number, waiter) == Presence::Pending && here.presence(number) == Presence::Pending; }));
@@ -52,7 +53,7 @@ struct Hosts {
     CHECK(eventually([&] { return here.resident(number); }));
   }
 
-  Rig here{4 << 20, 64}, there{4 << 20, 64};
+  Rig here{8 << 20, 256}, there{8 << 20, 256};
   peer::Server server{{.node = "a", .address = "127.0.0.1", .peers = {"b"}}};
   std::optional<peer::Tier> tier;
 };
@@ -119,4 +120,27 @@ TEST(what_waits_in_a_queue_leaves_it) {
   CHECK_EQ(hosts.tier->stats()[0].queued, 0u);
   for (uint64_t i = 1; i < kStreams; ++i) hosts.comes(i, writes[i]);
   hosts.there.store->abort(hosts.there.owner, late);
+}
+
+TEST(what_matters_more_leaves_the_queue_first) {
+  constexpr uint64_t kStreams = 16, kQueued = 80, kLast = kStreams + kQueued - 1, kSooner = kLast + 1;
+  Hosts hosts;
+  std::vector<Handle> writes;
+  for (uint64_t i = 0; i < kStreams; ++i) writes.push_back(hosts.begun(i, kSecond));
+  for (uint64_t i = kStreams; i <= kSooner; ++i) writes.push_back(hosts.there.create(i, 3).handle);
+  const auto queues = [&](uint64_t number, uint32_t priority) {
+    CHECK(eventually([&] {
+      hosts.want(number, kSecond, kLongMs, priority);
+      return hosts.tier->stats()[0].queued == number - kStreams + 1;
+    }));
+  };
+  for (uint64_t i = kStreams; i <= kLast; ++i) queues(i, kDefaultPriority);
+  queues(kSooner, kDefaultPriority + 1);                      // the last to come
+  hosts.want(kLast, kSecond, kLongMs, kDefaultPriority + 1);  // and the last but one, wanted again
+  hosts.comes(0, writes[0]);                                  // a stream has time for 64 of the 81
+  for (const uint64_t first : {kSooner, kLast, kStreams})
+    CHECK(eventually([&] { return hosts.here.presence(first) == Presence::Pending; }));
+  CHECK(hosts.here.presence(kLast - 1) == Presence::Missing);
+  CHECK(hosts.tier->stats()[0].queued > 0);
+  for (uint64_t i = 1; i <= kSooner; ++i) hosts.there.store->abort(hosts.there.owner, writes[i]);
 }
