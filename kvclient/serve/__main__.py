@@ -168,13 +168,11 @@ def served(chosen: argparse.Namespace) -> Any:
 
     import kvclient
     from kvclient.hf.decoding.stopping import end_tokens
-    from kvclient.serve.engine.idle import large_blocks_apart
     from kvclient.serve.engine.loop import Loop
     from kvclient.serve.http.asking import Asking
     from kvclient.serve.scheduler import Limits
     from kvclient.serve.streamed import limited
 
-    large_blocks_apart()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     transformers.logging.set_verbosity_error()
