@@ -48,6 +48,14 @@ class Hosts:
         args = self.made[host].args
         args[args.index(f"n{peer}={self.addresses[peer]}")] = f"n{peer}={address}"
 
+    def speak_tls(self, certificates: Path) -> "Hosts":
+        """With ca.pem and n<i>.pem, n<i>.key of that directory."""
+        for i, host in enumerate(self.made):
+            host.args += ["--tls-cert", str(certificates / f"n{i}.pem")]
+            host.args += ["--tls-key", str(certificates / f"n{i}.key")]
+            host.args += ["--tls-ca", str(certificates / "ca.pem")]
+        return self
+
     def start(self, *which: int) -> "Hosts":
         for i in which or range(len(self.made)):
             self.made[i].start()

@@ -4,10 +4,12 @@ asked on a connection that was gone already is asked once more, on another.
 """
 
 import contextlib
+import shutil
 import threading
 
 import pytest
 
+from examples.test_ca import authority, certificate
 from kvclient.errors import BlockLost
 from kvclient.testing.conformance.case import SMALL, check, fill, new_keys, pattern
 from tests.hosts.hosts import Hosts, Proxy, free_port, told
@@ -23,8 +25,16 @@ def write_layer(block, layer):
     block.mark_layer(layer)
 
 
-def test_the_same_host_goes_on_after_the_connection_broke(daemon, tmp_path, wait_until):
+@pytest.mark.parametrize("transport", ["tcp", "tls"])
+def test_the_same_host_goes_on_after_the_connection_broke(daemon, tmp_path, wait_until, transport):
     hosts = Hosts(daemon, tmp_path)
+    if transport == "tls":
+        if not shutil.which("openssl"):
+            pytest.skip("no openssl command to make certificates")
+        authority(tmp_path / "tls")
+        for node in ("n0", "n1"):
+            certificate(tmp_path / "tls", node)
+        hosts.speak_tls(tmp_path / "tls")
     proxy = Proxy(hosts.addresses[0])
     hosts.reroute(1, 0, proxy.address)
     hosts.start().wait_up(wait_until)
@@ -50,6 +60,7 @@ def test_the_same_host_goes_on_after_the_connection_broke(daemon, tmp_path, wait
                 check(blocks[0])
             seen = hosts.peers(1)["n0"]
             assert seen["fetched"] == 1 and seen["gone"] >= 1
+            assert f"transport={transport}" in hosts[1].log()
             reader.delete(keys)
             wait_until(lambda: reader.stats()["used_bytes"] == 0, "its memory is free")
     finally:

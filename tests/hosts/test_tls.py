@@ -43,11 +43,7 @@ def made(made_once, tmp_path):
 
 @pytest.fixture
 def hosts(daemon, tmp_path, made):
-    hosts = Hosts(daemon, tmp_path)
-    for i in range(2):
-        hosts[i].args += ["--tls-cert", str(made / f"n{i}.pem"), "--tls-key", str(made / f"n{i}.key")]
-        hosts[i].args += ["--tls-ca", str(made / "ca.pem")]
-    return hosts
+    return Hosts(daemon, tmp_path).speak_tls(made)
 
 
 def put(client, keys, geometry=SMALL):

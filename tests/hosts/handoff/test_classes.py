@@ -65,12 +65,13 @@ def resumed(kv, handoff, **options):
     return out.sequences, torch.stack(out.logits)
 
 
-def alone(name, ids, **options):
-    """(tokens, logits) of one host that computes the prompt, and is asked again."""
+def alone(name, ids, *before, **options):
+    """(tokens, logits) of one host that computes the prompt, behind others, and is asked again."""
     with kvclient.InMemoryClient(64 << 20) as client:
         kv = kvclient.hf.attach(model := build(name), client, self_test=False, **options)
         with kv.keeping(tails=True):  # as a handoff does
-            generate(model, ids, 1)
+            for each in (*before, ids):
+                generate(model, each, 1)
             tokens, logits, _ = generate(model, ids, 6)
         kv.detach()
     return tokens, logits
@@ -156,16 +157,20 @@ def test_blocks_are_read_where_they_lie_on_the_host_they_were_handed_to(attached
 
 
 def test_repair_uses_what_the_other_host_computed_behind_other_tokens(attached):
-    prefilling, decoding = attached("llama", repair=Repair("selective", max_kl=None))
+    options = {"repair": Repair("selective", max_kl=None)}
+    prefilling, decoding = attached("llama", **options)
     text, before = prompt(128, seed=21), prompt(32, seed=22)
     first = prefilling.handoff(input_ids=text)
     assert first.wait(WAIT_S)
+    resumed(decoding, first)  # what lies inside a prompt is looked for on one's own host
     moved = torch.cat([before, text, prompt(8, seed=23)], 1)
     handoff = prefilling.handoff(input_ids=moved)
     assert handoff.wait(WAIT_S)
-    found, _ = resumed(decoding, handoff)
+    found, logits = resumed(decoding, handoff)
     assert found.shape[1] == moved.shape[1] + 6
-    assert decoding.last.reused_tokens > 0
+    assert decoding.last.reused_tokens > 0 and decoding.last.approximate_tokens > 0
+    tokens, wanted = alone("llama", moved, text, block_tokens=BLOCK, **options)
+    assert torch.equal(found, tokens) and near(logits, wanted)
     for each in (first, handoff):
         each.release()
 
