@@ -57,13 +57,15 @@ def killed(rounds: int) -> Iterator[dict[str, Any]]:
                 words = [sys.executable, "-m", "kvstored", "flush", "--yes", "--dir", str(writer.dir)]
                 subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
                 lost.kill()
+                here = BLOCKS
                 for key in keys:
                     began = time.perf_counter()
                     with second.get([key], wait_s=10) as blocks:
-                        failed_reads += blocks[0] is None
+                        here += blocks[0] is not None
                     reads.append(time.perf_counter() - began)
+                failed_reads += 2 * BLOCKS - here
                 put(second, new_keys(BLOCKS))
-                until(lambda h=reader: counted(h, "known") == 2 * BLOCKS, "what it read, and what it made")
+                until(lambda h=reader, n=here: counted(h, "known") == n, "what it read, and what it made")
                 failed_puts += counted(reader, "put_failed")
                 puts.append(counted(reader, "longest_put_ms") / 1000)
     for what, took, failed in (("reads", reads, failed_reads), ("puts", puts, failed_puts)):
