@@ -18,10 +18,16 @@ from kvclient.errors import InvalidArgument
 AXES = ("layer", "kv", "part")
 ALIGNMENT = 64  # bytes; of offsets in a region
 MAX_PARTS = 1 << 16
+MAX_PIECES = 1024  # of a block that is sealed in pieces; pieces that touch are one
+NOT_HERE = (  # why the daemon did not seal a block in place
+    "its memory or its key is sealed already, the daemon began anew since or is older, "
+    "or has no record or room for its pieces"
+)
 
 
 def elsewhere(place: np.ndarray, geometry: Geometry, tokens: int, length: int) -> str:
-    """Why a block with these buffers, [layer, kv, part, 2], cannot be sealed where it is; "" if it can."""
+    """Why a block's buffers, [layer, kv, part, 2], do not lie as the layout says in a region of `length`
+    bytes; "" if they do."""
     base = int(place[0, 0, 0, 0])
     if base % PAGE_BYTES:
         return f"it begins at {base}, no multiple of {PAGE_BYTES}"
@@ -35,6 +41,29 @@ def elsewhere(place: np.ndarray, geometry: Geometry, tokens: int, length: int) -
             at += size
         at = base + round_up(at - base, LAYER_ALIGN)
     return ""
+
+
+def where_it_lies(place: np.ndarray, geometry: Geometry, tokens: int, length: int) -> str | list[int]:
+    """Why a block with these buffers, [layer, kv, part, 2], cannot be sealed in place in a region of `length`
+    bytes; or offset and size of each of its pieces, none if it lies as its layout says."""
+    why = elsewhere(place, geometry, tokens, length)
+    if not why:
+        return []
+    return in_pieces(place, geometry, tokens) or (
+        f"{why}; apart, its buffers and layers must be whole pages, in at most {MAX_PIECES} pieces"
+    )
+
+
+def in_pieces(place: np.ndarray, geometry: Geometry, tokens: int) -> list[int]:
+    """Offset and size of each piece that a block with these buffers, [layer, kv, part, 2], can be sealed in;
+    [] if it cannot."""
+    flat = place.reshape(-1, 2)
+    first = np.flatnonzero(np.append(True, flat[1:, 0] != flat[:-1].sum(1)))
+    pieces = np.stack([flat[first, 0], np.add.reduceat(flat[:, 1], first)], 1)
+    layers = [geometry.layer_length(layer, tokens) for layer in range(geometry.num_layers)]
+    if len(pieces) > MAX_PIECES or (pieces % PAGE_BYTES).any() or any(n % PAGE_BYTES for n in layers):
+        return []
+    return pieces.ravel().tolist()
 
 
 def in_order(buffers: Any, axes: Sequence[str], count: int) -> np.ndarray:

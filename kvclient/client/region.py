@@ -22,7 +22,7 @@ import numpy as np
 from kvclient import _core
 from kvclient.blocks.layout import Geometry
 from kvclient.checks import check_bounds, whole_seconds
-from kvclient.client.buffers import ALIGNMENT, AXES, MAX_PARTS, counts_of, elsewhere, in_order
+from kvclient.client.buffers import ALIGNMENT, AXES, MAX_PARTS, NOT_HERE, counts_of, in_order, where_it_lies
 from kvclient.errors import (
     BlockLost,
     Closed,
@@ -126,8 +126,9 @@ class Region:
         """Publishes a block for each key, from where its buffers lie in the region.
 
         in_place: a block with all its layers, whose buffers lie as buffers_at() says, is sealed there. Then
-        block_bytes() from its first buffer on are the block's: what stands between and behind the buffers is
-        written here, and nothing is to be written until give_back() answers "taken". Others are copied.
+        block_bytes() from its first buffer on are the block's, and what stands between and behind the buffers
+        is written here. Or they lie apart, and they and its layers are whole pages of 4096 bytes. Nothing is
+        to be written until give_back() answers "taken". Others are copied.
 
         buffers: integers [keys, …, 2], an (offset, size) for each place of three axes whose order `axes`
         says: of [layers, 2, 1] with ("layer", "kv", "part") buffers[k, 3, 1, 0] is the V of key k's layer
@@ -201,9 +202,8 @@ class Region:
         said: list[Registered | None], priority: int, ttl_s: float | None,
     ) -> dict[int, str]:  # fmt: skip
         """Seals what can be, fills `said`, and says of the others why they are copied."""
-        geometry = self._client._geometry(layout_id)
-        attachment, moved = self._client._ids
-        why, which = {}, []
+        geometry, (attachment, moved) = self._client._geometry(layout_id), self._client._ids
+        why, which = {}, {}  # the latter with their pieces
         for i, name in enumerate(names):
             if said[i] is not None:
                 continue
@@ -211,21 +211,21 @@ class Region:
                 why[i] = "only some of its layers were given"
             elif attachment != self._native.attachment:
                 why[i] = "the daemon is another one since the region was made"
-            elif not (why_not := elsewhere(places[i], geometry, counts[i], self.length)):
-                which.append(i)
+            elif isinstance(lies := where_it_lies(places[i], geometry, counts[i], self.length), str):
+                why[i] = lies
             else:
-                why[i] = why_not
+                which[i] = lies
         try:
             words = self._native.seal(
                 moved.get(layout_id, layout_id), [names[i] for i in which],
-                [int(places[i, 0, 0, 0, 0]) for i in which], [counts[i] for i in which], priority,
-                whole_seconds(ttl_s),
+                [int(places[i, 0, 0, 0, 0]) for i in which], [counts[i] for i in which],
+                list(which.values()), priority, whole_seconds(ttl_s),
             )  # fmt: skip
         except (LayoutLost, Unavailable, Detached) as error:
             return why | dict.fromkeys(which, str(error))
         for i, word in zip(which, words, strict=True):
             if word == "no_space":
-                why[i] = "its memory or its key is sealed already, or the daemon began anew since"
+                why[i] = NOT_HERE
             else:
                 said[i] = Registered(word, UNKNOWN * (word == "lost"), in_place=word in ("sealed", "lost"))
         return why

@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 
+#include "capi/buffers.h"
 #include "capi/objects.h"
 #include "core/client/region.h"
 
@@ -24,9 +25,6 @@ struct Open {
   uint32_t layout_id, tokens;
   std::set<uint32_t> seen = {};
 };
-
-// The buffers of one layer, in the order of its bytes.
-using Pieces = std::vector<Extent>;
 
 }  // namespace
 
@@ -53,42 +51,6 @@ std::shared_ptr<BlockWriter> create(kvs_client* client, std::span<const Key> key
                      .ttl_s = ttl_s,
                      .attachment = attachment});
   });
-}
-
-void check_shape(const kvs_buffer_shape& shape) {
-  std::array<bool, 3> there = {};
-  for (const uint32_t axis : shape.axes) {
-    if (axis > KVS_AXIS_PART) refuse("axis " + std::to_string(axis) + "; it must be a kvs_axis, 0 to 2");
-    there[axis] = true;
-  }
-  if (!there[0] || !there[1] || !there[2]) refuse("axes must name layer, kv and part, each once");
-  uint64_t all = 1;
-  for (const uint32_t size : shape.sizes) {
-    if (size < 1 || size > (1u << 16)) refuse("an axis of " + std::to_string(size) + " buffers; it must have 1 to 65536");
-    all *= size;
-  }
-  if (all > (1u << 24)) refuse(std::to_string(all) + " buffers in a block; at most 16777216");
-}
-
-uint32_t size_of(const kvs_buffer_shape& shape, kvs_axis axis) {
-  return shape.sizes[std::find(shape.axes, shape.axes + 3, static_cast<uint32_t>(axis)) - shape.axes];
-}
-
-size_t buffers_of(const kvs_buffer_shape& shape) { return size_t{shape.sizes[0]} * shape.sizes[1] * shape.sizes[2]; }
-
-// Of one block, by layer.
-std::vector<Pieces> by_layer(const kvs_buffer_shape& shape, const kvs_buffer* buffers) {
-  const std::array<size_t, 3> steps = {size_t{shape.sizes[1]} * shape.sizes[2], shape.sizes[2], 1};
-  std::array<size_t, 3> step = {};
-  for (int i = 0; i < 3; ++i) step[shape.axes[i]] = steps[i];
-  std::vector<Pieces> layers(size_of(shape, KVS_AXIS_LAYER));
-  for (size_t layer = 0; layer < layers.size(); ++layer)
-    for (size_t kv = 0; kv < size_of(shape, KVS_AXIS_KV); ++kv)
-      for (size_t part = 0; part < size_of(shape, KVS_AXIS_PART); ++part) {
-        const kvs_buffer& at = buffers[layer * step[KVS_AXIS_LAYER] + kv * step[KVS_AXIS_KV] + part * step[KVS_AXIS_PART]];
-        layers[layer].push_back({at.offset, at.length});
-      }
-  return layers;
 }
 
 std::string refusal_of_layers(const Layout& layout, uint32_t first, uint32_t tokens, const std::vector<Pieces>& layers) {
@@ -216,6 +178,17 @@ void copy_items(kvs_region& region, const Put& put, uint8_t* results) {
   seal(whole, results);
 }
 
+void seal_here(kvs_region& region, uint32_t layout_id, std::span<const Region::Wanted> wanted, uint32_t priority, uint32_t ttl_s,
+               uint8_t* results) {
+  const auto said = region.client->session.call([&](Client&) {
+    const auto [here, attachment] = region.client->session.layout_here(layout_id);
+    if (attachment != region.memory.attachment()) return std::vector(wanted.size(), Region::Sealing::NoSpace);
+    return region.memory.seal(here, wanted, priority, ttl_s);
+  });
+  static constexpr uint8_t kWords[] = {KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING, KVS_REGION_NO_SPACE, KVS_LOST};
+  for (size_t i = 0; i < wanted.size(); ++i) results[i] = kWords[static_cast<size_t>(said[i])];
+}
+
 void need_own(const kvs_region* region) {
   need(region, "region");
   if (region->process != ::getpid())
@@ -333,13 +306,32 @@ kvs_status kvs_region_seal(kvs_region* region, const kvs_key* keys, size_t count
     const std::span<const Key> names = keys_of(keys, count);
     for (size_t i = 0; i < count; ++i)
       wanted.push_back({names[i], offsets[i], token_counts ? token_counts[i] : layout.block_tokens});
-    const auto said = region->client->session.call([&](Client&) {
-      const auto [here, attachment] = region->client->session.layout_here(layout_id);
-      if (attachment != region->memory.attachment()) return std::vector<Region::Sealing>(count, Region::Sealing::NoSpace);
-      return region->memory.seal(here, wanted, priority, ttl_s);
-    });
-    static constexpr uint8_t kWords[] = {KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING, KVS_REGION_NO_SPACE, KVS_LOST};
-    for (size_t i = 0; i < count; ++i) results[i] = kWords[static_cast<size_t>(said[i])];
+    seal_here(*region, layout_id, wanted, priority, ttl_s, results);
+  });
+}
+
+kvs_status kvs_region_seal_pieces(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id,
+                                  const kvs_buffer_shape* shape, const kvs_buffer* buffers, const uint32_t* token_counts,
+                                  uint32_t priority, uint32_t ttl_s, uint8_t* results) {
+  return guarded("kvs_region_seal_pieces", [&] {
+    need_own(region);
+    need(shape, "shape");
+    if (count) need(buffers, "buffers"), need(results, "results");
+    if (priority > kMaxPriority) refuse("priority is " + std::to_string(priority) + "; it must be 0 to 100");
+    check_shape(*shape);
+    const Layout layout = region->client->session.layout(layout_id);
+    std::vector<Region::Wanted> wanted;
+    const std::span<const Key> names = keys_of(keys, count);
+    for (size_t i = 0; i < count; ++i) {
+      const uint32_t tokens = token_counts ? token_counts[i] : layout.block_tokens;
+      const std::vector<Pieces> layers = by_layer(*shape, buffers + i * buffers_of(*shape));
+      std::string why = region->memory.refusal(in_pieces(layers));
+      if (why.empty() && layers.size() != layout.num_layers()) why = "some of its layers are not given";
+      if (why.empty() && tokens >= 1 && tokens <= layout.block_tokens) why = refusal_of_layers(layout, 0, tokens, layers);
+      if (!why.empty()) refuse("block " + std::to_string(i) + ": " + why);
+      wanted.push_back({names[i], 0, tokens, in_pieces(layers)});
+    }
+    seal_here(*region, layout_id, wanted, priority, ttl_s, results);
   });
 }
 

@@ -13,8 +13,8 @@ using namespace kv;
 
 namespace {
 
-constexpr int kStates = 6;
-constexpr int kEvents = 10;
+constexpr int kStates = 7;
+constexpr int kEvents = 11;
 
 }  // namespace
 
@@ -34,7 +34,11 @@ TEST(transitions_are_those_of_the_picture) {
       {S::Free, E::Indexed, S::Disk},
       {S::Zombie, E::Demote, S::Disk},
       {S::Disk, E::Delete, S::Free},
-      {S::Disk, E::Evict, S::Free}};
+      {S::Disk, E::Evict, S::Free},
+      {S::Free, E::Create, S::Piece},
+      {S::Piece, E::LastPinGone, S::Free},        // its block was a zombie
+      {S::Piece, E::SessionEnd, S::Quarantined},  // there is no block: a daemon was killed before
+      {S::Piece, E::TakeBack, S::Created}};
   size_t count = 0;
   for (int from = 0; from < kStates; ++from)
     for (int event = 0; event < kEvents; ++event)
@@ -47,10 +51,11 @@ TEST(transitions_are_those_of_the_picture) {
   CHECK_EQ(count, kTransitions.size());
 }
 
-// Nothing leads from memory that somebody may touch to memory that is handed out, but through ZOMBIE.
+// Nothing leads from memory that somebody may touch to memory that is handed out, but through ZOMBIE: its own, or of a PIECE that
+// of its block.
 TEST(memory_becomes_free_only_through_zombie) {
   for (const Transition& t : kTransitions)
-    if (t.to == State::Free) CHECK(t.from == State::Zombie || t.from == State::Disk);
+    if (t.to == State::Free) CHECK(t.from == State::Zombie || t.from == State::Disk || t.from == State::Piece);
 }
 
 TEST(every_state_and_event_has_a_name) {

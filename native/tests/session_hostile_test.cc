@@ -198,7 +198,12 @@ TEST(random_messages_leave_the_daemon_as_it_was) {
     }
     std::vector<uint8_t> message;
     auto op = static_cast<uint16_t>(1 + random() % static_cast<uint16_t>(Op::kLast));
-    if (random() % 4 == 0) op = static_cast<uint16_t>(random() % 2 ? Op::Publish : Op::TakeBack);
+    if (random() % 4 == 0) {
+      constexpr Op kOfRegions[] = {Op::Publish, Op::TakeBack, Op::PublishPieces, Op::TakeBackPieces};
+      op = static_cast<uint16_t>(kOfRegions[random() % 4]);
+    }
+    if (op == static_cast<uint16_t>(Op::Device))
+      continue;  // a device may write until this process ends, which it would be right in
     const auto count = static_cast<uint32_t>(random() % 4 ? random() % 4 : random());
     protocol::append(message, protocol::Request{random() % 50 ? protocol::kMagic : 0, op, 0, count, 1});
     if (op == static_cast<uint16_t>(Op::Create) && random() % 2) {
@@ -207,7 +212,19 @@ TEST(random_messages_leave_the_daemon_as_it_was) {
         protocol::append(message,
                          protocol::CreateItem{key(random() % 8 + 100), random() % 2, static_cast<uint32_t>(random() % 20), 0, 0,
                                               static_cast<uint32_t>(random() % 3 ? 0 : random() % 300)});
-    } else if (op >= static_cast<uint16_t>(Op::Publish) && op <= static_cast<uint16_t>(Op::TakeBack) && random() % 8) {
+    } else if (op == static_cast<uint16_t>(Op::PublishPieces) && random() % 8) {
+      protocol::append(message, protocol::RegionHead{0, 35, static_cast<uint32_t>(random() % 2), 0});
+      std::vector<uint64_t> places;
+      for (uint32_t k = 0; k < std::min(count, 4u); ++k) {
+        const auto tokens = static_cast<uint32_t>(random() % 5),
+                   pieces = static_cast<uint32_t>(random() % 8 ? tokens + 1 : random() % 4);
+        protocol::append(message, protocol::PiecesItem{key(random() % 8 + 100), key(random() % 8 + 108), tokens, 0, pieces, 0});
+        for (uint32_t p = 0; p < pieces; ++p) places.push_back(Extent{random() % 400 * kPageBytes, kPageBytes}.pack());
+      }
+      protocol::append(message, places);
+    } else if ((op == static_cast<uint16_t>(Op::Publish) || op == static_cast<uint16_t>(Op::TakeBack) ||
+                op == static_cast<uint16_t>(Op::TakeBackPieces)) &&
+               random() % 8) {
       protocol::append(message, protocol::RegionHead{0, 35, static_cast<uint32_t>(random() % 2), 0});
       for (uint32_t k = 0; k < std::min(count, 4u); ++k) {
         if (op == static_cast<uint16_t>(Op::Publish))

@@ -93,6 +93,25 @@ class CRegion:
         WRITTEN.update(dict.fromkeys(names, (layout_id, KNOWN[layout_id])))
         return [WORDS[word] for word in results]
 
+    def seal_pieces(
+        self, keys: Any, layout_id: int, buffers: Any, axes: Sequence[str] = AXES, token_counts: Any = None
+    ) -> list[str]:
+        names, addresses = split_keys(list(keys)), np.ascontiguousarray(buffers, np.uint64)
+        shape = Shape(
+            (c.c_uint32 * 3)(*addresses.shape[1:4]), (c.c_uint32 * 3)(*(AXES.index(a) for a in axes))
+        )
+        counts = None if token_counts is None else (c.c_uint32 * len(names))(*token_counts)
+        results = (c.c_uint8 * len(names))()
+        checked(
+            LIB.kvs_region_seal_pieces(
+                self._handle.pointer, _packed(names), c.c_size_t(len(names)), c.c_uint32(layout_id),
+                c.byref(shape), addresses.ctypes.data_as(c.c_void_p), counts, c.c_uint32(35), c.c_uint32(0),
+                results,
+            )
+        )  # fmt: skip
+        WRITTEN.update(dict.fromkeys(names, (layout_id, KNOWN[layout_id])))
+        return [WORDS[word] for word in results]
+
     def give_back(self, keys: Any) -> list[str]:
         names, results = split_keys(list(keys)), (c.c_uint8 * len(keys))()
         checked(

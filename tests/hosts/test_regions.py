@@ -12,6 +12,8 @@ import sys
 import kvclient
 from tests.conftest import ROOT, wait_for
 from tests.daemon.memory.test_regions import held, key, noise, told
+from tests.daemon.memory.test_regions_pieces import BLOB as PIECES
+from tests.daemon.memory.test_regions_pieces import apart
 
 LAYOUT = kvclient.Layout(3, 2, 64, dtype="float16", block_tokens=8)
 BLOB = LAYOUT.geometry.to_blob()
@@ -50,6 +52,21 @@ def test_blocks_of_a_region_are_another_hosts_hits(pair_of_hosts):
             (answer,) = region.register([key(9003)], layout, place[:1], in_place=True)
             assert answer.in_place
             assert soon_fetched(reader, key(9003)) == told(region, place[0])
+
+
+def test_blocks_in_pieces_are_too(pair_of_hosts):
+    with pair_of_hosts[0].connect() as owner, pair_of_hosts[1].connect() as reader:
+        layout = owner.register_layout(PIECES)
+        reader.register_layout(PIECES)
+        with owner.register_region(64 * 4096) as region:
+            region.array[:] = noise(11, region.length)
+            place = apart([5, 3, 20, 11, 40, 41])
+            expected = told(region, place[0])
+            assert region.register([key(9020)], layout, place, in_place=True)[0].in_place
+            assert soon_fetched(reader, key(9020)) == expected
+            wait_for(lambda: region.give_back([key(9020)]) == ["taken"])
+            region.array[:] = noise(12, region.length)
+            assert held(reader, key(9020)) == expected
 
 
 OWNER = """

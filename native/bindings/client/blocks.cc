@@ -41,7 +41,11 @@ struct BlockView {
       raise("InvalidArgument", "layer " + std::to_string(layer) + " of a followed block with " + std::to_string(ready) +
                                    " layers; wait_layer waits for it");
   }
-  Memory memory(uint64_t offset, uint64_t length) const { return {batch, index, batch->bytes(index) + offset, length}; }
+  Memory memory(uint64_t offset, uint64_t length) const {
+    Memory out(batch, index, nullptr, length);  // held first: of a block in pieces the bytes are mapped for who holds it
+    out.data = const_cast<std::byte*>(batch->bytes(index)) + offset;
+    return out;
+  }
   Memory layer(long long i) const {
     need(i);
     const auto at = static_cast<uint32_t>(i);
@@ -56,6 +60,7 @@ double timeout_of(const std::optional<double>& timeout_s, const BlockBatch& batc
 // A view's buffer is the block itself: one object less for what every reader does.
 int block_buffer(PyObject* self, Py_buffer* view, int flags) {
   const BlockView* block = nb::inst_ptr<BlockView>(self);
+  const std::byte* bytes;
   try {
     if (block->item().at.control.state() != State::Sealed) block->need(block->layout().num_layers() - 1);
     try {
@@ -63,13 +68,21 @@ int block_buffer(PyObject* self, Py_buffer* view, int flags) {
     } catch (const Error& error) {
       raise(error.code == Code::BlockLost ? "BlockLost" : "Closed", error.what());
     }
+    try {
+      bytes = block->batch->bytes(block->index);
+    } catch (...) {
+      block->batch->let_go(block->index);
+      throw;
+    }
   } catch (nb::python_error& error) {
     error.restore();
     return -1;
+  } catch (const std::bad_alloc&) {  // of one in pieces, which is mapped or copied
+    PyErr_NoMemory();
+    return -1;
   }
-  void* bytes = const_cast<std::byte*>(block->batch->bytes(block->index));
   const auto length = static_cast<Py_ssize_t>(block->layout().layers_bytes(block->tokens()));
-  if (PyBuffer_FillInfo(view, self, bytes, length, 1, flags) == 0) return 0;
+  if (PyBuffer_FillInfo(view, self, const_cast<std::byte*>(bytes), length, 1, flags) == 0) return 0;
   block->batch->let_go(block->index);
   return -1;
 }

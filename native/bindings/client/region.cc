@@ -18,16 +18,21 @@ struct Held {
   std::shared_ptr<Region> region;
 };
 
+// `pieces`: of each block none, or offset and length of one after the other.
 std::vector<std::string> seal(const Held& held, uint32_t layout, nb::handle keys, nb::handle offsets,
-                              const std::vector<uint32_t>& tokens, uint32_t priority, uint32_t ttl_s) {
+                              const std::vector<uint32_t>& tokens, const std::vector<std::vector<uint64_t>>& pieces,
+                              uint32_t priority, uint32_t ttl_s) {
   const KeysArgument names(keys);
   const Integers<uint64_t> places = integers<uint64_t>(offsets, "offsets");
   const size_t count = names.keys().size();
-  if (places.size != count || tokens.size() != count)
+  if (places.size != count || tokens.size() != count || pieces.size() != count)
     raise("InvalidArgument", std::to_string(places.size) + " offsets and " + std::to_string(tokens.size()) +
                                  " token counts for " + std::to_string(count) + " keys");
   std::vector<Region::Wanted> wanted;
-  for (size_t i = 0; i < count; ++i) wanted.push_back({names.keys()[i], places.data[i], tokens[i]});
+  for (size_t i = 0; i < count; ++i) {
+    wanted.push_back({names.keys()[i], places.data[i], tokens[i]});
+    for (size_t at = 0; at + 1 < pieces[i].size(); at += 2) wanted[i].pieces.push_back({pieces[i][at], pieces[i][at + 1]});
+  }
   std::vector<Region::Sealing> said;
   {
     const WithoutGil released;
@@ -91,8 +96,9 @@ void bind_region(nb::module_& m) {
           "Its bytes, writable. They stay mapped as long as the view lives.")
       .def_prop_ro("attachment", [](const Held& h) { return h.region->attachment(); })
       .def("seal", seal, nb::arg("layout_id"), nb::arg("keys").none(), nb::arg("offsets"), nb::arg("token_counts"),
-           nb::arg("priority"), nb::arg("ttl_s"),
-           "Seals blocks where they lie; a word per key: \"sealed\", \"exists\", \"pending\", \"no_space\": not here, or "
+           nb::arg("pieces"), nb::arg("priority"), nb::arg("ttl_s"),
+           "Seals blocks where they lie, at an offset or in pieces; a word per key: \"sealed\", \"exists\", \"pending\", "
+           "\"no_space\": not here, or "
            "\"lost\".")
       .def("load", load, nb::arg("blocks"), nb::arg("layer_index"), nb::arg("places"), nb::arg("layers"), nb::arg("buffers"),
            "Copies layers of the blocks out to [blocks, layers, buffers, 2] places; of each block a word and why.")

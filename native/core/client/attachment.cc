@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
+#include <utility>
 
 #include "core/base/error.h"
 #include "core/base/processor.h"
@@ -96,7 +98,9 @@ void Attachment::ended(const void* writer, std::span<const protocol::BlockItem> 
   const auto found = open_.find(writer);
   if (found == open_.end()) return;
   if (blocks.size() < found->second.size()) {
-    for (const protocol::BlockItem& block : blocks) std::erase(found->second, Handle{block.record, block.generation});
+    std::set<std::pair<uint32_t, uint64_t>> over;
+    for (const protocol::BlockItem& block : blocks) over.emplace(block.record, block.generation);
+    std::erase_if(found->second, [&](const Handle& open) { return over.contains({open.record, open.generation}); });
   } else {  // all that it had
     open_.erase(found);
   }
@@ -256,6 +260,7 @@ std::vector<uint8_t> Attachment::handshake(Fd& socket, const Attachment* previou
   for (;;) {
     std::vector<uint8_t> body;
     protocol::append(body, attach);
+    protocol_.store(attach.version, std::memory_order_relaxed);
     try {
       return first_exchange(socket.get(), request_of(protocol::Op::Attach, 1, 0), body, &descriptors);
     } catch (const Error& error) {  // a daemon of before: the newest version that both speak
@@ -297,6 +302,7 @@ std::shared_ptr<Attachment> Attachment::make(const AttachOptions& options, const
     kept.socket_ = std::move(socket);
     std::copy(std::begin(reply.salt), std::end(reply.salt), kept.salt_.begin());
     kept.epoch_.store(reply.epoch, std::memory_order_relaxed);
+    kept.protocol_.store(fresh->protocol(), std::memory_order_relaxed);
     kept.connected_.store(true, std::memory_order_release);
     return previous;
   }

@@ -92,6 +92,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::array<uint8_t, 32> salt();              // of the namespace, as the daemon last attached to said it; zeros: none
   uint64_t number() const { return number_; }  // of this process's attachments, from 1; a resumed one keeps it
   uint32_t session() const { return session_; }
+  uint32_t protocol() const { return protocol_.load(std::memory_order_relaxed); }  // that the daemon last attached to speaks, too
   uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
   uint64_t pool_bytes() const { return pool_.size(); }
   const AttachOptions& options() const { return options_; }
@@ -115,6 +116,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   uint32_t session_ = 0;
   Id pool_id_{};
   std::atomic<uint64_t> epoch_{0};
+  std::atomic<uint32_t> protocol_{0};
   std::atomic<bool> connected_{false}, resumable_{true};
   std::atomic<bool> closed_{false};
 

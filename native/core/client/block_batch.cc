@@ -6,6 +6,7 @@
 #include "core/base/error.h"
 #include "core/base/futex.h"
 #include "core/client/client.h"
+#include "core/format/meta.h"
 
 namespace kv {
 
@@ -44,7 +45,10 @@ void BlockBatch::close() {
     else if (item.holders.fetch_sub(1, std::memory_order_acq_rel) != 1)
       continue;
     slots.push_back(item.slot);
-    uses.add(item.at.extent);
+    if (item.at.extent.in_pieces())
+      unmap(static_cast<size_t>(&item - items_.data()));
+    else
+      uses.add(item.at.extent);
   }
   if (!slots.empty()) attachment_->board->clear(slots);
 }
@@ -71,8 +75,27 @@ void BlockBatch::hold(size_t i) {
 // A child's copy must not clear its parent's pins.
 void BlockBatch::let_go(size_t i) {
   if (items_[i].holders.fetch_sub(1, std::memory_order_acq_rel) != 1 || attachment_->foreign()) return;
-  attachment_->tables->used(items_[i].at.extent);
+  if (items_[i].at.extent.in_pieces())
+    unmap(i);
+  else
+    attachment_->tables->used(items_[i].at.extent);
   attachment_->board->clear({&items_[i].slot, 1});
+}
+
+std::vector<Extent> BlockBatch::pieces(size_t i) const {
+  const Extent& at = items_[i].at.extent;
+  return at.in_pieces() ? attachment_->index.pieces(at, attachment_->pool_bytes()) : std::vector<Extent>{at};
+}
+
+const std::byte* BlockBatch::mapped(size_t i) const {
+  const std::lock_guard lock(mapped_mutex_);
+  if (const auto known = mapped_.find(i); known != mapped_.end()) return known->second.data();
+  return mapped_.try_emplace(i, attachment_->readable(0), pieces(i)).first->second.data();
+}
+
+void BlockBatch::unmap(size_t i) {
+  const std::lock_guard lock(mapped_mutex_);
+  mapped_.erase(i);
 }
 
 void BlockBatch::give_up(size_t i) {
@@ -130,7 +153,9 @@ std::optional<uint32_t> BlockBatch::checksum(size_t i, uint32_t layer) const {
   const Item& item = items_[i];
   const uint8_t flags = item.at.control.flags() | attachment_->index.control(item.at.record).flags();
   if (!sealed(i) || !(flags & kFlagChecksummed)) return std::nullopt;
-  return reinterpret_cast<const uint32_t*>(bytes(i) + item.layout->checksums_offset(item.at.shape.tokens))[layer];
+  const uint64_t offset = item.layout->checksums_offset(item.at.shape.tokens);
+  const uint64_t place = item.at.extent.in_pieces() ? place_of(pieces(i), offset) : item.at.extent.offset + offset;
+  return reinterpret_cast<const uint32_t*>(attachment_->readable(place))[layer];
 }
 
 bool BlockBatch::verify(size_t i) const {

@@ -182,9 +182,14 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, bool follow, std::vector
   const std::span<uint64_t> pins(kept.pins);
   const std::span<uint32_t> keys(kept.keys), pages(kept.pages), slots(kept.slots);
   size_t wanted = 0;
+  bool apart = false;  // some lie in pieces
   for (size_t i = 0; i < found.size(); ++i) {
     const Snapshot& there = where[i];
-    if (found[i] != Find::Hit || !readable(there, follow) || there.extent.end() > at.pool_bytes()) continue;
+    if (found[i] != Find::Hit || !readable(there, follow)) continue;
+    if (there.extent.end() > at.pool_bytes()) {
+      if (!there.extent.in_pieces()) continue;
+      apart = true;
+    }
     pins[wanted] = pin_word(there.record, there.control.generation());
     keys[wanted] = static_cast<uint32_t>(i);
     pages[wanted++] = static_cast<uint32_t>(there.extent.length / kPageBytes);
@@ -213,12 +218,11 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, bool follow, std::vector
         found[i] = Find::Torn;  // it changed under us: worth another look
         continue;
       }
-      if (!layout || there.shape.layout != slot) {
-        layout = batch.keep(at.layout_in(slot = there.shape.layout));
-        if (!layout) {  // of a table that is damaged
-          kept.lost.push_back(slots[k]);
-          continue;
-        }
+      const bool in_pieces = apart && there.extent.in_pieces();
+      if (!layout || there.shape.layout != slot) layout = batch.keep(at.layout_in(slot = there.shape.layout));
+      if (!layout || (in_pieces && at.index.pieces(there.extent, at.pool_bytes()).empty())) {  // of a table that is damaged
+        kept.lost.push_back(slots[k]);
+        continue;
       }
       item.at = there;
       item.at.control = now;
@@ -227,6 +231,7 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, bool follow, std::vector
       item.slot = slots[k];
       item.state = ItemState::Hit;
       item.holders.store(1, std::memory_order_relaxed);
+      if (in_pieces) continue;
       bytes += there.extent.length;
       uses.add(there.extent);
     }
@@ -236,7 +241,8 @@ void Client::pin_all(Attachment& at, BlockBatch& batch, bool follow, std::vector
   if (bytes < PageTables::kWorthAThread) return;
   std::vector<Extent> extents;
   for (size_t k = 0; k < wanted; ++k)
-    if (batch.item(keys[k]).state == ItemState::Hit) extents.push_back(where[keys[k]].extent);
+    if (batch.item(keys[k]).state == ItemState::Hit && !where[keys[k]].extent.in_pieces())
+      extents.push_back(where[keys[k]].extent);
   at.tables->reading(extents);
 }
 

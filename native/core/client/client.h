@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <optional>
 #include <shared_mutex>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "core/client/attachment.h"
+#include "core/client/mapped_pieces.h"
 #include "core/format/keys.h"
 
 namespace kv {
@@ -51,7 +53,12 @@ class BlockBatch {
   void let_go(size_t i);
   void give_up(size_t i);  // of a batch nobody else has seen yet: block i is a miss after all
 
-  const std::byte* bytes(size_t i) const { return attachment_->readable(items_[i].at.extent.offset); }
+  // All of a block that is held.
+  const std::byte* bytes(size_t i) const {
+    const Extent& at = items_[i].at.extent;
+    return at.in_pieces() ? mapped(i) : attachment_->readable(at.offset);
+  }
+  std::vector<Extent> pieces(size_t i) const;  // where those bytes lie in the pool
   bool sealed(size_t i) const;
   uint32_t layers_ready(size_t i) const;
   bool lost(size_t i) const;  // its writer gave it up, or it is gone, before it was sealed
@@ -69,8 +76,13 @@ class BlockBatch {
   void keep_all(const BlockBatch& other) { layouts_.insert(layouts_.end(), other.layouts_.begin(), other.layouts_.end()); }
 
  private:
+  const std::byte* mapped(size_t i) const;
+  void unmap(size_t i);
+
   const std::shared_ptr<Attachment> attachment_;
   std::vector<Item> items_;
+  mutable std::mutex mapped_mutex_;
+  mutable std::map<size_t, MappedPieces> mapped_;  // of blocks in pieces that somebody reads
   std::vector<Attachment::Known> layouts_;
   const uint32_t round_;  // before the first pin
   std::atomic<bool> closed_{false};

@@ -1,13 +1,18 @@
-// Waiting for blocks that lie below memory: asking the daemon to load them, and sleeping until it has.
+// Blocks that come: asking the daemon to load those that lie below memory, and sleeping until it has; and copying what is there
+// out to a region's buffers.
 
 #include <time.h>
 
 #include <algorithm>
+#include <optional>
+#include <string>
 #include <utility>
 
+#include "core/base/copy.h"
 #include "core/base/error.h"
 #include "core/base/futex.h"
-#include "core/client/client.h"
+#include "core/client/region.h"
+#include "core/format/meta.h"
 
 namespace kv {
 std::vector<protocol::PromiseItem> Client::promote(std::span<const Key> keys, uint32_t priority, uint32_t wanted_ms) {
@@ -148,5 +153,108 @@ void Client::look_elsewhere(std::span<const Key> keys, std::vector<uint8_t>& sta
 }
 
 uint64_t Client::peers_up() const { return usable()->index.header().peers_up.load(std::memory_order_relaxed); }
+
+// ---------------------------------------------------------------- out to a region
+
+bool Region::touches(const Runs& runs, uint64_t offset, uint64_t length) {
+  const auto next = runs.upper_bound(offset);
+  return (next != runs.end() && next->first < offset + length) || (next != runs.begin() && std::prev(next)->second > offset);
+}
+
+std::string Region::refusal(std::span<const Extent> buffers) const {
+  for (const Extent& at : buffers) {
+    if (at.length < 1 || at.length > length_ || at.offset > length_ - at.length)
+      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are not inside the region of " +
+             std::to_string(length_);
+    if (at.offset % kBufferAlign)
+      return "offset " + std::to_string(at.offset) + " is no multiple of " + std::to_string(kBufferAlign);
+  }
+  std::vector<Extent> all(buffers.begin(), buffers.end());
+  std::sort(all.begin(), all.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < all.size(); ++i)
+    if (all[i - 1].offset + all[i - 1].length > all[i].offset) return "two buffers of the block overlap";
+  return "";
+}
+
+std::string Region::refusal_to_load(const BlockBatch::Item& item, uint32_t first, const Buffers& layers, Runs& filled) const {
+  const uint64_t stop = uint64_t{first} + layers.size();
+  if (stop > item.layout->num_layers())
+    return "layers up to " + std::to_string(stop) + "; the block has " + std::to_string(item.layout->num_layers());
+  std::vector<Extent> all;
+  for (const std::vector<Extent>& buffers : layers) all.insert(all.end(), buffers.begin(), buffers.end());
+  if (std::string why = refusal(all); !why.empty()) return why;
+  for (const Extent& at : all)
+    if (touches(runs_, at.offset, at.length) || touches(filled, at.offset, at.length))
+      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are of a block that is " +
+             (touches(runs_, at.offset, at.length) ? "sealed there" : "loaded there in this call");
+  for (size_t i = 0; i < layers.size(); ++i) {
+    uint64_t have = 0;
+    for (const Extent& at : layers[i]) have += at.length;
+    const uint32_t layer = first + static_cast<uint32_t>(i);
+    if (const uint64_t want = item.layout->layer_bytes(layer, item.at.shape.tokens); have != want)
+      return "layer " + std::to_string(layer) + ": " + std::to_string(have) + " bytes in its buffers, " + std::to_string(want) +
+             " in the block";
+  }
+  for (const Extent& at : all) filled.emplace(at.offset, at.offset + at.length);
+  return "";
+}
+
+std::vector<Region::Answer> Region::load(BlockBatch& batch, uint32_t first, std::span<const Buffers> blocks) {
+  const std::lock_guard lock(mutex_);  // nothing is sealed or given back meanwhile
+  if (closed_) throw Error(Code::Closed, "the region was given back");
+  if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
+  for (size_t i = 0; i < blocks.size(); ++i)
+    if (batch.item(i).state == ItemState::Exhausted) throw Error(Code::PinsExhausted, batch.attachment().exhausted());
+  std::vector<Answer> out;
+  Runs filled;
+  for (size_t i = 0; i < blocks.size(); ++i) out.push_back(load_one(batch, i, first, blocks[i], filled));
+  return out;
+}
+
+Region::Answer Region::load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled) {
+  const BlockBatch::Item& item = batch.item(i);
+  if (item.state != ItemState::Hit) return {Loaded::Missing, ""};
+  if (std::string why = refusal_to_load(item, first, layers, filled); !why.empty()) return {Loaded::Refused, std::move(why)};
+  try {
+    batch.hold(i);
+  } catch (const Error& error) {
+    if (error.code != Code::BlockLost) throw;
+    return {Loaded::Lost, error.what()};
+  }
+  struct Held {
+    BlockBatch& batch;
+    size_t i;
+    ~Held() { batch.let_go(i); }
+  } const held{batch, i};
+  const uint32_t ready = batch.layers_ready(i);
+  if (ready < first + layers.size()) {
+    if (batch.lost(i)) return {Loaded::Lost, "the block's writer ended before it was whole"};
+    return {Loaded::Pending, "of the followed block " + std::to_string(ready) + " layers are there"};
+  }
+  const std::vector<Extent> pieces = batch.pieces(i);
+  if (item.at.extent.in_pieces())
+    for (const Extent& piece : pieces) batch.attachment().tables->used(piece);
+  for (uint32_t layer = first; layer < first + layers.size(); ++layer) {
+    uint64_t from = item.layout->layer_offset(layer, item.at.shape.tokens);
+    const std::optional<uint32_t> expected = batch.checksum(i, layer);
+    bool whole = true;
+    uint32_t sum = 0;
+    for (const Extent& at : layers[layer - first]) {
+      std::byte* to = data() + at.offset;
+      whole = whole && each_stretch(pieces, from, at.length, [&](uint64_t there, uint64_t bytes) {
+                const std::byte* source = batch.attachment().readable(there);
+                if (expected)
+                  sum = copy_and_sum(to, source, bytes, sum);
+                else
+                  copy_stream(to, source, bytes);
+                return to += bytes, true;
+              });
+      from += at.length;
+    }
+    if (!whole) return {Loaded::Lost, "its memory cannot be read"};
+    if (expected && sum != *expected) return {Loaded::Corrupt, "layer " + std::to_string(layer) + " has a wrong checksum"};
+  }
+  return {Loaded::Yes, ""};
+}
 
 }  // namespace kv

@@ -4,14 +4,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <random>
 #include <string>
 
 #include "core/base/atomics.h"
 #include "core/base/checksum.h"
-#include "core/base/copy.h"
 #include "core/base/error.h"
+#include "core/format/meta.h"
 
 namespace kv {
 namespace {
@@ -31,12 +30,6 @@ Key random_key() {
   return key;
 }
 
-// Does any of these runs, offset to end, have a byte of it?
-bool touches(const std::map<uint64_t, uint64_t>& runs, uint64_t offset, uint64_t length) {
-  const auto next = runs.upper_bound(offset);
-  return (next != runs.end() && next->first < offset + length) || (next != runs.begin() && std::prev(next)->second > offset);
-}
-
 }  // namespace
 
 Region::Region(Client& client, uint64_t length) : length_(length) {
@@ -47,26 +40,33 @@ Region::Region(Client& client, uint64_t length) : length_(length) {
                                            std::to_string(attachment_->pool_bytes()) + ", the namespace's memory");
   const std::vector<uint8_t> told = attachment_->ask(protocol::Op::RegisterLayout, 1, region_layout());
   layout_ = protocol::Reader(told).take<uint32_t>();
-  const Key key = random_key();  // nobody asks for it
-  number_ = key.words[3];
-  std::vector<uint8_t> body;
-  protocol::append(body, protocol::CreateHead{layout_, kDefaultPriority, 0, 0});
-  protocol::append(body, protocol::CreateItem{key, number_, 1, 0, 0, static_cast<uint32_t>(pages)});
-  protocol::GrantItem grant{};
-  attachment_->ask(protocol::Op::Create, 1, body, {}, [&](std::span<const uint8_t> answer) {
-    grant = protocol::Reader(answer).take<protocol::GrantItem>();
-    if (grant.status == static_cast<uint32_t>(Grant::Granted)) parts_ = {{grant.record, grant.generation}};
-    if (!parts_.empty()) attachment_->opened(this, parts_);
-  });
-  extent_ = {grant.offset, grant.length};
-  if (parts_.empty())
-    throw Error(Code::NoSpace, "no run of " + std::to_string(length) + " bytes in one piece is free for a region");
+  number_ = random_key().words[3];
+  const std::optional<Extent> run = open_run(pages);
+  if (!run) throw Error(Code::NoSpace, "no run of " + std::to_string(length) + " bytes in one piece is free for a region");
+  extent_ = *run;
   if (extent_.length < pages * kPageBytes) {
     close();
     throw Error(Code::Unavailable, "the daemon is of an older version, which has no regions");
   }
   attachment_->tables->writing(extent_);
   attachment_->count_region(1), counted_ = true;
+}
+
+// A further run of this region's, which the daemon keeps apart from others.
+std::optional<Extent> Region::open_run(uint64_t pages) {
+  std::vector<uint8_t> body;
+  protocol::append(body, protocol::CreateHead{layout_, kDefaultPriority, 0, 0});
+  protocol::append(body, protocol::CreateItem{random_key(), number_, 1, 0, 0, static_cast<uint32_t>(pages)});
+  std::optional<Extent> run;
+  attachment_->ask(protocol::Op::Create, 1, body, {}, [&](std::span<const uint8_t> answer) {
+    const auto grant = protocol::Reader(answer).take<protocol::GrantItem>();
+    if (grant.status != static_cast<uint32_t>(Grant::Granted)) return;
+    run = Extent{grant.offset, grant.length};
+    const Handle part{grant.record, grant.generation};
+    parts_.emplace(part.record, part.generation);
+    attachment_->opened(this, {&part, 1});
+  });
+  return run;
 }
 
 // Zeros where nobody writes, and the layers' checksums.
@@ -83,20 +83,93 @@ void Region::finish(const Layout& layout, const Wanted& block) {
   std::memcpy(bytes + behind, sums.data(), 4 * sums.size());
 }
 
+// Of one in pieces: what stands behind its layers is written where nothing of the region's lies.
+void Region::finish_behind(const Layout& layout, const Wanted& block, const Extent& behind) {
+  std::byte* bytes = attachment_->writable(behind.offset);
+  std::memset(bytes, 0, behind.length);
+  bytes += layout.checksums_offset(block.tokens) - layout.layers_bytes(block.tokens);
+  for (uint32_t layer = 0; layer < layout.num_layers(); ++layer, bytes += sizeof(uint32_t)) {
+    uint32_t sum = 0;
+    each_stretch(block.pieces, layout.layer_offset(layer, block.tokens), layout.layer_bytes(layer, block.tokens),
+                 [&](uint64_t at, uint64_t length) { return sum = crc32c(data() + at, length, sum), true; });
+    std::memcpy(bytes, &sum, sizeof sum);
+  }
+}
+
+// Memory of further runs for what stands behind the layers of so many blocks, as far as there is room for it.
+void Region::make_room_behind(uint64_t length, size_t count) {
+  std::vector<uint64_t>& free = behind_[length];
+  if (free.size() >= count) return;
+  const uint64_t wanted = count - free.size(), many = std::clamp<uint64_t>(extent_.length / kPageBytes / 64, wanted, 64 + wanted);
+  for (const uint64_t blocks : {many, wanted, uint64_t{1}}) {
+    const std::optional<Extent> run = open_run(blocks * length / kPageBytes);
+    if (!run || run->length < blocks * length) continue;  // of a daemon that took over meanwhile, and knows of no regions
+    attachment_->tables->writing(*run);
+    for (uint64_t i = blocks; i-- > 0;) free.push_back(run->offset + i * length);
+    return;
+  }
+}
+
+// Where it lies in the region. Throws InvalidArgument if it cannot.
+std::vector<Extent> Region::places(const Layout& layout, const Wanted& block) const {
+  const auto refuse = [](const std::string& why) { throw Error(Code::InvalidArgument, why); };
+  if (block.tokens < 1 || block.tokens > layout.block_tokens)
+    refuse("tokens is " + std::to_string(block.tokens) + "; it must be 1 to " + std::to_string(layout.block_tokens));
+  const bool apart = !block.pieces.empty();
+  std::vector<Extent> out = block.pieces;
+  if (!apart) out.push_back({block.offset, layout.extent_bytes(block.tokens)});
+  uint64_t bytes = 0;
+  for (const Extent& at : out) {
+    if ((at.offset | at.length) % kPageBytes || at.length == 0 || at.length > extent_.length ||
+        at.offset > extent_.length - at.length)
+      refuse(std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are not inside the region of " +
+             std::to_string(extent_.length) + ", or begin or end within a page");
+    bytes += at.length;
+  }
+  if (!apart) return out;
+  if (bytes != layout.layers_bytes(block.tokens) || !layout.in_whole_pages(block.tokens))
+    refuse("pieces of " + std::to_string(bytes) + " bytes; they must be the layers of " +
+           std::to_string(layout.layers_bytes(block.tokens)) + " bytes, each of whole pages");
+  std::vector<Extent> sorted = out;
+  std::sort(sorted.begin(), sorted.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < sorted.size(); ++i)
+    if (sorted[i - 1].end() > sorted[i].offset) refuse("two pieces of the block overlap");
+  return out;
+}
+
 bool Region::is_sealed(uint64_t offset, uint64_t length) {
   const std::lock_guard lock(mutex_);
   return touches(runs_, offset, length);
 }
 
-void Region::follow(const protocol::RegionItem& change) {
-  if (change.opened != protocol::kNoRecord) {
-    parts_.push_back({change.opened, change.opened_generation});
-    attachment_->opened(this, {&parts_.back(), 1});
+// Of an answer about a message's blocks: by block what became of it. What became of the parts of the region is noted here.
+std::vector<protocol::PiecesAnswer> Region::read_changes(std::span<const uint8_t> answer, size_t count, bool apart) {
+  protocol::Reader reader(answer);
+  std::vector<protocol::PiecesAnswer> out;
+  std::vector<Handle> opened, ended;
+  if (apart) {
+    out = reader.take<protocol::PiecesAnswer>(count);
+    for (const protocol::PiecesAnswer& block : out)
+      for (const auto& [parts, into] : {std::pair{block.opened, &opened}, {block.ended, &ended}})
+        for (const protocol::BlockItem& part : reader.take<protocol::BlockItem>(parts))
+          into->push_back({part.record, part.generation});
+  } else {
+    for (const protocol::RegionItem& item : reader.take<protocol::RegionItem>(count)) {
+      out.push_back({item.status, item.record, item.generation, 0, 0});
+      if (item.opened != protocol::kNoRecord) opened.push_back({item.opened, item.opened_generation});
+      if (item.ended != protocol::kNoRecord) ended.push_back({item.ended, item.ended_generation});
+    }
   }
-  if (change.ended == protocol::kNoRecord) return;
-  const protocol::BlockItem ended{change.ended, 0, change.ended_generation};
-  std::erase(parts_, Handle{change.ended, change.ended_generation});
-  attachment_->ended(this, {&ended, 1});
+  if (!reader.ok()) throw Error(Code::Detached, "the daemon's answer about a region cannot be read");
+  for (const Handle& part : opened) parts_.emplace(part.record, part.generation);
+  attachment_->opened(this, opened);
+  std::vector<protocol::BlockItem> over;
+  for (const Handle& part : ended) {
+    parts_.erase({part.record, part.generation});
+    over.push_back({part.record, 0, part.generation});
+  }
+  if (!over.empty()) attachment_->ended(this, over);
+  return out;
 }
 
 // As Client::pin_all, of blocks that nobody had the time to evict. One without a pin is the store's from now on.
@@ -105,19 +178,19 @@ void Region::pin(const std::vector<std::pair<Key, Sealed>>& fresh) {
   std::vector<uint32_t> pages, slots(fresh.size()), lost;
   for (const auto& [key, sealed] : fresh) {
     pins.push_back(pin_word(sealed.block.record, sealed.block.generation));
-    pages.push_back(static_cast<uint32_t>(sealed.length / kPageBytes));
+    pages.push_back(sealed.pages);
   }
   const size_t taken = attachment_->take_pins(pins, pages, slots.data());
   fence_full();
   for (size_t i = 0; i < fresh.size(); ++i) {
-    runs_.emplace(fresh[i].second.offset, fresh[i].second.offset + fresh[i].second.length);
+    for (const Extent& at : fresh[i].second.places) runs_.emplace(at.offset, at.end());
     const Handle block = fresh[i].second.block;
     const bool held = i < taken && attachment_->board->allowance().covers(slots[i], pages[i]) &&
                       attachment_->index.control(block.record).generation() == block.generation;
     Sealed sealed = fresh[i].second;
     sealed.slot = held ? slots[i] : PinBoard::kNoSlot;
     if (i < taken && !held) lost.push_back(slots[i]);
-    sealed_.insert_or_assign(fresh[i].first, sealed);
+    sealed_.insert_or_assign(fresh[i].first, std::move(sealed));
   }
   if (!lost.empty()) attachment_->board->clear(lost);
 }
@@ -130,151 +203,116 @@ std::vector<Region::Sealing> Region::seal(uint32_t layout_id, std::span<const Wa
   if (!attachment_->connected() || !attachment_->current()) return out;
   const Attachment::Known known = attachment_->layout(layout_id);
   const Layout& layout = known->layout;
-  std::vector<size_t> which;
-  std::map<uint64_t, uint64_t> here;  // of this call: where each ends
+  std::vector<size_t> whole, apart;
+  Runs here;  // of this call
   for (size_t i = 0; i < blocks.size(); ++i) {
     const Wanted& block = blocks[i];
-    if (block.tokens < 1 || block.tokens > layout.block_tokens)
-      throw Error(Code::InvalidArgument,
-                  "tokens is " + std::to_string(block.tokens) + "; it must be 1 to " + std::to_string(layout.block_tokens));
-    const uint64_t bytes = layout.extent_bytes(block.tokens);
-    if (block.offset % kPageBytes || bytes > extent_.length || block.offset > extent_.length - bytes)
-      throw Error(Code::InvalidArgument, std::to_string(bytes) + " bytes at " + std::to_string(block.offset) +
-                                             " are not inside the region of " + std::to_string(extent_.length) +
-                                             ", or begin within a page");
-    if (touches(runs_, block.offset, bytes) || touches(here, block.offset, bytes)) continue;  // sealed: not to be written to
-    if (sealed_.contains(block.key)) continue;  // its memory of before could not be given back any more
-    here.emplace(block.offset, block.offset + bytes);
-    which.push_back(i);
-  }
-  for (size_t first = 0; first < which.size(); first += kMaxKeysPerMessage) {
-    const auto part = std::span(which).subspan(first, std::min<size_t>(kMaxKeysPerMessage, which.size() - first));
-    std::vector<uint8_t> body;
-    protocol::append(body, protocol::RegionHead{layout_id, priority, ttl_s, 0});
-    for (const size_t i : part) {
-      finish(layout, blocks[i]);
-      protocol::append(
-          body, protocol::PublishItem{blocks[i].key, extent_.offset + blocks[i].offset, blocks[i].tokens, 1, random_key()});
-    }
-    std::vector<std::pair<Key, Sealed>> fresh;
-    const auto take = [&](std::span<const uint8_t> answer) {
-      protocol::Reader reader(answer);
-      for (const size_t i : part) {
-        const auto change = reader.take<protocol::RegionItem>();
-        if (!reader.ok()) throw Error(Code::Detached, "the daemon's answer about a region cannot be read");
-        out[i] = static_cast<Sealing>(change.status);
-        follow(change);
-        if (out[i] == Sealing::Sealed)
-          fresh.push_back(
-              {blocks[i].key, {{change.record, change.generation}, blocks[i].offset, layout.extent_bytes(blocks[i].tokens), 0}});
-      }
+    if (block.pieces.size() >= kMaxPieces) continue;
+    const std::vector<Extent> its = places(layout, block);
+    const auto taken = [&](const Extent& at) {
+      return touches(runs_, at.offset, at.length) || touches(here, at.offset, at.length);
     };
-    bool sent = false;
-    try {
-      attachment_->ask(protocol::Op::Publish, static_cast<uint32_t>(part.size()), body, [&] { sent = true; }, take);
-    } catch (const Error& error) {
-      const bool unknown = sent && (error.code == Code::Detached || error.code == Code::DeadlineExceeded);
-      if (!unknown && first == 0) throw;
-      if (unknown)
-        for (const size_t i : part) lose(blocks[i].offset, layout.extent_bytes(blocks[i].tokens)), out[i] = Sealing::Lost;
-      return out;
-    }
-    pin(fresh);
+    if (std::any_of(its.begin(), its.end(), taken)) continue;  // sealed: not to be written to
+    if (sealed_.contains(block.key)) continue;                 // its memory of before could not be given back any more
+    if (!block.pieces.empty() &&
+        (attachment_->protocol() < protocol::kVersionPieces || behind_layers(layout, block.tokens) > kMaxBehind))
+      continue;
+    for (const Extent& at : its) here.emplace(at.offset, at.end());
+    (block.pieces.empty() ? whole : apart).push_back(i);
   }
+  const protocol::RegionHead head{layout_id, priority, ttl_s, 0};
+  bool asked = false;
+  for (const auto* which : {&whole, &apart})
+    for (size_t first = 0, count; first < which->size(); first += count, asked = true) {
+      size_t pieces = 0;
+      const size_t most = which == &apart ? protocol::kMaxBlocksInPieces : kMaxKeysPerMessage;
+      for (count = 0; first + count < which->size() && count < most; ++count) {
+        pieces += blocks[(*which)[first + count]].pieces.size() + 1;
+        if (which == &apart && count > 0 && pieces > protocol::kMaxPiecesPerMessage) break;
+      }
+      try {
+        if (!ask_to_seal(head, layout, blocks, std::span(*which).subspan(first, count), out)) return out;
+      } catch (const Error&) {
+        if (!asked) throw;
+        return out;
+      }
+    }
   return out;
+}
+
+// All of them in pieces, or none. False: the daemon does not answer any more. Throws what it refused it for.
+bool Region::ask_to_seal(const protocol::RegionHead& head, const Layout& layout, std::span<const Wanted> blocks,
+                         std::span<const size_t> part, std::vector<Sealing>& out) {
+  const bool apart = !blocks[part[0]].pieces.empty();
+  std::vector<Extent> behind;  // by block
+  if (apart) {
+    std::map<uint64_t, size_t> wanted;
+    for (const size_t i : part) wanted[behind_layers(layout, blocks[i].tokens)] += 1;
+    for (const auto& [length, count] : wanted) make_room_behind(length, count);
+    for (const size_t i : part) {
+      const uint64_t length = behind_layers(layout, blocks[i].tokens);
+      std::vector<uint64_t>& free = behind_[length];
+      if (free.empty()) break;
+      behind.push_back({free.back(), length});
+      free.pop_back();
+    }
+  }
+  const size_t count = apart ? behind.size() : part.size();
+  if (count == 0) return true;
+  std::vector<uint8_t> body;
+  protocol::append(body, head);
+  for (size_t k = 0; k < count; ++k) {
+    const Wanted& block = blocks[part[k]];
+    if (apart) {
+      finish_behind(layout, block, behind[k]);
+      const auto pieces = static_cast<uint32_t>(block.pieces.size() + 1);
+      protocol::append(body, protocol::PiecesItem{block.key, random_key(), block.tokens, 1, pieces, 0});
+    } else {
+      finish(layout, block);
+      protocol::append(body, protocol::PublishItem{block.key, extent_.offset + block.offset, block.tokens, 1, random_key()});
+    }
+  }
+  for (size_t k = 0; k < behind.size(); ++k) {
+    for (const Extent& at : blocks[part[k]].pieces) protocol::append(body, Extent{extent_.offset + at.offset, at.length}.pack());
+    protocol::append(body, behind[k].pack());
+  }
+  std::vector<std::pair<Key, Sealed>> fresh;
+  const auto take = [&](std::span<const uint8_t> answer) {
+    const auto changes = read_changes(answer, count, apart);
+    for (size_t k = 0; k < count; ++k) {
+      const Wanted& block = blocks[part[k]];
+      const auto pages = static_cast<uint32_t>(layout.extent_bytes(block.tokens) / kPageBytes);
+      out[part[k]] = static_cast<Sealing>(changes[k].status);
+      if (out[part[k]] == Sealing::Sealed)
+        fresh.push_back(
+            {block.key,
+             {{changes[k].record, changes[k].generation}, places(layout, block), apart ? behind[k] : Extent{0, 0}, pages, 0}});
+      else if (apart)
+        behind_[behind[k].length].push_back(behind[k].offset);
+    }
+  };
+  bool sent = false;
+  try {
+    attachment_->ask(
+        apart ? protocol::Op::PublishPieces : protocol::Op::Publish, static_cast<uint32_t>(count), body, [&] { sent = true; },
+        take);
+  } catch (const Error& error) {
+    if (!sent || (error.code != Code::Detached && error.code != Code::DeadlineExceeded)) {
+      for (const Extent& at : behind) behind_[at.length].push_back(at.offset);
+      throw;
+    }
+    for (size_t k = 0; k < count; ++k) lose(places(layout, blocks[part[k]])), out[part[k]] = Sealing::Lost;
+    return false;
+  }
+  pin(fresh);
+  return true;
 }
 
 // The daemon may have made it a block, and more parts of what was around it: a session that is resumed names those it knows of,
 // and the memory of the others would be given to anybody while our allocator writes to it.
-void Region::lose(uint64_t offset, uint64_t length) {
-  runs_.emplace(offset, offset + length);
+void Region::lose(std::span<const Extent> places) {
+  for (const Extent& at : places) runs_.emplace(at.offset, at.end());
   attachment_->never_resume();
-}
-
-std::string Region::refusal(std::span<const Extent> buffers) const {
-  for (const Extent& at : buffers) {
-    if (at.length < 1 || at.length > length_ || at.offset > length_ - at.length)
-      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are not inside the region of " +
-             std::to_string(length_);
-    if (at.offset % kBufferAlign)
-      return "offset " + std::to_string(at.offset) + " is no multiple of " + std::to_string(kBufferAlign);
-  }
-  std::vector<Extent> all(buffers.begin(), buffers.end());
-  std::sort(all.begin(), all.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
-  for (size_t i = 1; i < all.size(); ++i)
-    if (all[i - 1].offset + all[i - 1].length > all[i].offset) return "two buffers of the block overlap";
-  return "";
-}
-
-std::string Region::refusal_to_load(const BlockBatch::Item& item, uint32_t first, const Buffers& layers, Runs& filled) const {
-  const uint64_t stop = uint64_t{first} + layers.size();
-  if (stop > item.layout->num_layers())
-    return "layers up to " + std::to_string(stop) + "; the block has " + std::to_string(item.layout->num_layers());
-  std::vector<Extent> all;
-  for (const std::vector<Extent>& buffers : layers) all.insert(all.end(), buffers.begin(), buffers.end());
-  if (std::string why = refusal(all); !why.empty()) return why;
-  for (const Extent& at : all)
-    if (touches(runs_, at.offset, at.length) || touches(filled, at.offset, at.length))
-      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are of a block that is " +
-             (touches(runs_, at.offset, at.length) ? "sealed there" : "loaded there in this call");
-  for (size_t i = 0; i < layers.size(); ++i) {
-    uint64_t have = 0;
-    for (const Extent& at : layers[i]) have += at.length;
-    const uint32_t layer = first + static_cast<uint32_t>(i);
-    if (const uint64_t want = item.layout->layer_bytes(layer, item.at.shape.tokens); have != want)
-      return "layer " + std::to_string(layer) + ": " + std::to_string(have) + " bytes in its buffers, " + std::to_string(want) +
-             " in the block";
-  }
-  for (const Extent& at : all) filled.emplace(at.offset, at.offset + at.length);
-  return "";
-}
-
-std::vector<Region::Answer> Region::load(BlockBatch& batch, uint32_t first, std::span<const Buffers> blocks) {
-  const std::lock_guard lock(mutex_);  // nothing is sealed or given back meanwhile
-  if (closed_) throw Error(Code::Closed, "the region was given back");
-  if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
-  for (size_t i = 0; i < blocks.size(); ++i)
-    if (batch.item(i).state == ItemState::Exhausted) throw Error(Code::PinsExhausted, batch.attachment().exhausted());
-  std::vector<Answer> out;
-  Runs filled;
-  for (size_t i = 0; i < blocks.size(); ++i) out.push_back(load_one(batch, i, first, blocks[i], filled));
-  return out;
-}
-
-Region::Answer Region::load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled) {
-  const BlockBatch::Item& item = batch.item(i);
-  if (item.state != ItemState::Hit) return {Loaded::Missing, ""};
-  if (std::string why = refusal_to_load(item, first, layers, filled); !why.empty()) return {Loaded::Refused, std::move(why)};
-  try {
-    batch.hold(i);
-  } catch (const Error& error) {
-    if (error.code != Code::BlockLost) throw;
-    return {Loaded::Lost, error.what()};
-  }
-  struct Held {
-    BlockBatch& batch;
-    size_t i;
-    ~Held() { batch.let_go(i); }
-  } const held{batch, i};
-  const uint32_t ready = batch.layers_ready(i);
-  if (ready < first + layers.size()) {
-    if (batch.lost(i)) return {Loaded::Lost, "the block's writer ended before it was whole"};
-    return {Loaded::Pending, "of the followed block " + std::to_string(ready) + " layers are there"};
-  }
-  for (uint32_t layer = first; layer < first + layers.size(); ++layer) {
-    const std::byte* from = batch.bytes(i) + item.layout->layer_offset(layer, item.at.shape.tokens);
-    const std::optional<uint32_t> expected = batch.checksum(i, layer);
-    uint32_t sum = 0;
-    for (const Extent& at : layers[layer - first]) {
-      if (expected)
-        sum = copy_and_sum(data() + at.offset, from, at.length, sum);
-      else
-        copy_stream(data() + at.offset, from, at.length);
-      from += at.length;
-    }
-    if (expected && sum != *expected) return {Loaded::Corrupt, "layer " + std::to_string(layer) + " has a wrong checksum"};
-  }
-  return {Loaded::Yes, ""};
 }
 
 std::vector<Back> Region::give_back(std::span<const Key> keys) {
@@ -282,37 +320,52 @@ std::vector<Back> Region::give_back(std::span<const Key> keys) {
   if (closed_) throw Error(Code::Closed, "the region was given back");
   if (attachment_->foreign()) throw Error(Code::Detached, "this process was forked since it registered the region");
   std::vector<Back> out(keys.size(), Back::Gone);
-  std::vector<size_t> which;
+  std::map<Key, size_t, KeyLess> asked;
+  std::vector<size_t> whole, apart;
   for (size_t i = 0; i < keys.size(); ++i)
-    if (sealed_.contains(keys[i])) which.push_back(i);
-  for (size_t first = 0; first < which.size(); first += kMaxKeysPerMessage) {
-    const auto part = std::span(which).subspan(first, std::min<size_t>(kMaxKeysPerMessage, which.size() - first));
-    std::vector<uint8_t> body;
-    protocol::append(body, protocol::RegionHead{layout_, 0, 0, 0});
-    for (const size_t i : part) {
-      const Handle block = sealed_.at(keys[i]).block;
-      protocol::append(body, protocol::TakeBackItem{random_key(), number_, block.record, 0, block.generation});
-    }
-    std::vector<uint32_t> slots;
-    attachment_->ask(protocol::Op::TakeBack, static_cast<uint32_t>(part.size()), body, {}, [&](std::span<const uint8_t> answer) {
-      protocol::Reader reader(answer);
-      for (const size_t i : part) {
-        const auto change = reader.take<protocol::RegionItem>();
-        if (!reader.ok()) throw Error(Code::Detached, "the daemon's answer about a region cannot be read");
-        follow(change);
-        const auto at = sealed_.find(keys[i]);
-        if (at == sealed_.end()) continue;  // the key is twice in this call
-        out[i] = static_cast<Back>(change.status);
-        if (out[i] == Back::Held) continue;
-        // Of memory that is gone the run stays as it is: it will be another's.
-        if (out[i] == Back::Taken) runs_.erase(at->second.offset);
-        if (at->second.slot != PinBoard::kNoSlot) slots.push_back(at->second.slot);
-        sealed_.erase(at);
+    if (const auto at = sealed_.find(keys[i]); at != sealed_.end() && asked.try_emplace(keys[i], i).second)
+      (at->second.behind.length ? apart : whole).push_back(i);
+  for (const auto* which : {&whole, &apart})
+    for (size_t first = 0, count; first < which->size(); first += count) {
+      size_t pieces = 0;
+      for (count = 0; first + count < which->size() && count < kMaxKeysPerMessage; ++count) {
+        pieces += sealed_.at(keys[(*which)[first + count]]).places.size() + 1;
+        if (which == &apart && count > 0 && pieces > protocol::kMaxPiecesPerMessage) break;
       }
-    });
-    attachment_->board->clear(slots);
-  }
+      ask_back(keys, std::span(*which).subspan(first, count), which == &apart, out);
+    }
+  for (size_t i = 0; i < keys.size(); ++i)  // a key that is twice in this call is gone behind its first
+    if (const auto at = asked.find(keys[i]); at != asked.end() && out[at->second] == Back::Held) out[i] = Back::Held;
   return out;
+}
+
+void Region::ask_back(std::span<const Key> keys, std::span<const size_t> part, bool apart, std::vector<Back>& out) {
+  std::vector<uint8_t> body;
+  protocol::append(body, protocol::RegionHead{layout_, 0, 0, 0});
+  for (const size_t i : part) {
+    const Handle block = sealed_.at(keys[i]).block;
+    protocol::append(body, protocol::TakeBackItem{random_key(), number_, block.record, 0, block.generation});
+  }
+  std::vector<uint32_t> slots;
+  const auto take = [&](std::span<const uint8_t> answer) {
+    const auto changes = read_changes(answer, part.size(), apart);
+    for (size_t k = 0; k < part.size(); ++k) {
+      const auto at = sealed_.find(keys[part[k]]);
+      const Back word = out[part[k]] = static_cast<Back>(changes[k].status);
+      if (word == Back::Held) continue;
+      const Sealed& its = at->second;
+      // Of memory that is gone the run stays as it is: it will be another's.
+      if (word == Back::Taken) {
+        for (const Extent& place : its.places) runs_.erase(place.offset);
+        if (apart) behind_[its.behind.length].push_back(its.behind.offset);
+      }
+      if (its.slot != PinBoard::kNoSlot) slots.push_back(its.slot);
+      sealed_.erase(at);
+    }
+  };
+  attachment_->ask(apart ? protocol::Op::TakeBackPieces : protocol::Op::TakeBack, static_cast<uint32_t>(part.size()), body, {},
+                   take);
+  attachment_->board->clear(slots);
 }
 
 void Region::close() {
@@ -326,7 +379,7 @@ void Region::close() {
     if (sealed.slot != PinBoard::kNoSlot) slots.push_back(sealed.slot);
   attachment_->board->clear(slots);
   std::vector<protocol::BlockItem> parts;
-  for (const Handle& part : parts_) parts.push_back({part.record, 0, part.generation});
+  for (const auto& [record, generation] : parts_) parts.push_back({record, 0, generation});
   parts_.clear();
   attachment_->ended(this, parts);
   for (size_t first = 0; first < parts.size(); first += kMaxKeysPerMessage) {

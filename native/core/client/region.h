@@ -9,8 +9,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/client/client.h"
@@ -40,14 +43,16 @@ class Region {
     Key key;
     uint64_t offset;  // in the region, a multiple of a page
     uint32_t tokens;
+    // Or where it lies apart: whole pages of the region that one behind the other are its layers.
+    std::vector<Extent> pieces = {};
   };
   // As Grant; Lost: the daemon was asked and did not answer. It may have sealed the block, whose memory counts as sealed from
   // then on and is no part of the region any more.
   enum class Sealing : uint8_t { Sealed, Exists, Pending, NoSpace, Lost };
   // Seals blocks that lie at their offsets as their layout says: layer after layer, each on a multiple of kLayerAlign. The pads
   // and what stands behind the layers, up to extent_bytes(), are the block's too and are written here. `layout` is of this
-  // region's attachment. NoSpace: cannot be sealed in place: part of it or its key was sealed here already and not given back, or
-  // the daemon was another since.
+  // region's attachment. Nothing is written to the memory of blocks in pieces. NoSpace: cannot be sealed in place: part of it or
+  // its key was sealed here already and not given back, the daemon was another since, or, for pieces, is older.
   std::vector<Sealing> seal(uint32_t layout, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s);
   // Afterwards nobody finds them; Taken: the memory is the allocator's. Held: ask again later. Gone: it will not be.
   std::vector<Back> give_back(std::span<const Key> keys);
@@ -61,10 +66,12 @@ class Region {
   void close();  // what is sealed stays, and is evicted as any other block. Idempotent
 
  private:
+  static constexpr uint64_t kMaxBehind = 64ull << 10;  // bytes, of one block
   struct Sealed {
     Handle block;
-    uint64_t offset, length;
-    uint32_t slot;  // of its pin
+    std::vector<Extent> places;  // in the region
+    Extent behind;               // in the pool, of a block in pieces: what stands behind its layers
+    uint32_t pages, slot;        // of all of it; of its pin
   };
   struct KeyLess {
     bool operator()(const Key& a, const Key& b) const { return a.words < b.words; }
@@ -72,9 +79,20 @@ class Region {
   using Runs = std::map<uint64_t, uint64_t>;  // offset to end
   std::string refusal_to_load(const BlockBatch::Item& item, uint32_t first, const Buffers& layers, Runs& filled) const;
   Answer load_one(BlockBatch& batch, size_t i, uint32_t first, const Buffers& layers, Runs& filled);
+  static bool touches(const Runs& runs, uint64_t offset, uint64_t length);  // does any of them have a byte of it?
+  static uint64_t behind_layers(const Layout& layout, uint32_t tokens) {
+    return layout.extent_bytes(tokens) - layout.layers_bytes(tokens);
+  }
+  std::optional<Extent> open_run(uint64_t pages);
   void finish(const Layout& layout, const Wanted& block);
-  void follow(const protocol::RegionItem& change);
-  void lose(uint64_t offset, uint64_t length);
+  void finish_behind(const Layout& layout, const Wanted& block, const Extent& behind);
+  void make_room_behind(uint64_t length, size_t count);
+  std::vector<Extent> places(const Layout& layout, const Wanted& block) const;
+  std::vector<protocol::PiecesAnswer> read_changes(std::span<const uint8_t> answer, size_t count, bool apart);
+  bool ask_to_seal(const protocol::RegionHead& head, const Layout& layout, std::span<const Wanted> blocks,
+                   std::span<const size_t> part, std::vector<Sealing>& out);
+  void ask_back(std::span<const Key> keys, std::span<const size_t> part, bool apart, std::vector<Back>& out);
+  void lose(std::span<const Extent> places);
   void pin(const std::vector<std::pair<Key, Sealed>>& fresh);
 
   std::shared_ptr<Attachment> attachment_;
@@ -82,9 +100,10 @@ class Region {
   uint32_t layout_;  // the region's own
   Extent extent_{0, 0};
   std::mutex mutex_;
-  std::vector<Handle> parts_;
+  std::set<std::pair<uint32_t, uint64_t>> parts_;  // record, generation
   std::map<Key, Sealed, KeyLess> sealed_;
-  Runs runs_;  // of the sealed ones
+  Runs runs_;                                         // of the sealed ones
+  std::map<uint64_t, std::vector<uint64_t>> behind_;  // by length: memory of the pool for what stands behind layers
   bool closed_ = false, counted_ = false;
 };
 

@@ -229,6 +229,7 @@ class DiskTier final : public LowerTier {
   uint8_t directory_for(const Key& key) const;
   void start_write(const WriteJob& job);
   bool describe_block(Write& write, const WriteJob& job);
+  const std::byte* block_of(Write& write) const;
   bool within_budget(uint64_t bytes);
   int count_written(Write& write);
   void plan_pieces(Write& write);

@@ -55,6 +55,7 @@ struct DiskTier::Write {
   uint64_t bytes = 0;
   uint64_t begun_ns = 0;
   std::unique_ptr<Page> page = std::make_unique<Page>();
+  std::unique_ptr<std::byte, void (*)(void*)> gathered{nullptr, std::free};  // the block, if it lies in pieces
   std::list<Step> steps;
   uint32_t in_flight = 0;
   int64_t result = 0;  // bytes written, or -errno of the first step that failed

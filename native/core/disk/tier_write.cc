@@ -5,6 +5,8 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 
 #include "core/base/checksum.h"
 #include "core/base/error.h"
@@ -117,7 +119,7 @@ void DiskTier::start_write(const WriteJob& job) {
     store_.end_write(job.handle, there);
     return;
   }
-  if (!describe_block(*write, job) || !within_budget(write->bytes) || !make_quota_room(write->bytes, write.get())) {
+  if (!within_budget(write->bytes) || !describe_block(*write, job) || !make_quota_room(write->bytes, write.get())) {
     writes_too_large_ += 1;
     store_.end_write(job.handle, false);
     return;
@@ -173,6 +175,22 @@ int DiskTier::count_written(Write& write) {
   return volume.at.files->count_written({static_cast<uint32_t>(day_.load()), volume.written_today});
 }
 
+// Of one in pieces a copy that goes with the write; null: there is no memory for it.
+const std::byte* DiskTier::block_of(Write& write) const {
+  const WriteJob& job = write.job;
+  if (job.pieces.size() == 1) return pool_.data() + job.pieces[0].offset;
+  if (!write.gathered) {
+    write.gathered.reset(static_cast<std::byte*>(std::aligned_alloc(kPageBytes, job.extent.length)));
+    if (!write.gathered) return nullptr;
+    uint64_t done = 0;
+    for (const Extent& piece : job.pieces) {
+      std::memcpy(write.gathered.get() + done, pool_.data() + piece.offset, piece.length);
+      done += piece.length;
+    }
+  }
+  return write.gathered.get();
+}
+
 // The header goes with the first piece.
 void DiskTier::plan_pieces(Write& write) {
   const Extent& extent = write.job.extent;
@@ -186,7 +204,7 @@ void DiskTier::plan_pieces(Write& write) {
       transfer.parts[transfer.count++] = {write.page->bytes, kBlockFileHeaderBytes};
     else
       transfer.offset = kBlockFileHeaderBytes + at;
-    transfer.parts[transfer.count++] = {pool_.data() + extent.offset + at, std::min(piece, extent.length - at)};
+    transfer.parts[transfer.count++] = {const_cast<std::byte*>(block_of(write)) + at, std::min(piece, extent.length - at)};
   }
   write.in_flight = static_cast<uint32_t>(write.steps.size());
 }
@@ -195,9 +213,10 @@ void DiskTier::plan_pieces(Write& write) {
 bool DiskTier::describe_block(Write& write, const WriteJob& job) {
   const Layout& layout = job.layout->layout;
   const uint32_t tokens = job.shape.tokens;
-  const std::byte* block = pool_.data() + job.extent.offset;
   FileHeader header{};
   if (!describe(header, layout, tokens)) return false;
+  const std::byte* block = block_of(write);
+  if (!block) return false;
   header.key = job.key;
   header.layout = job.layout->digest;
   header.fingerprint = job.fingerprint;

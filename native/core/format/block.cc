@@ -20,6 +20,7 @@ std::string_view name(State state) {
     case State::Zombie: return "ZOMBIE";
     case State::Quarantined: return "QUARANTINED";
     case State::Disk: return "DISK";
+    case State::Piece: return "PIECE";
   }
   return "?";
 }
@@ -36,6 +37,7 @@ std::string_view name(Event event) {
     case Event::LastPinGone: return "last pin gone";
     case Event::Indexed: return "indexed";
     case Event::Demote: return "demote";
+    case Event::TakeBack: return "take back";
   }
   return "?";
 }

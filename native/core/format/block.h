@@ -23,9 +23,22 @@ enum class State : uint8_t {
   Zombie = 3,       // found by nobody, its extent still pinned or read by the daemon
   Quarantined = 4,  // its writer's session ended; the writer may still touch the memory
   Disk = 5,         // lies only on disk: a record without an extent
+  Piece = 6,        // memory of a block that lies in pieces, and goes with it
 };
 
-enum class Event : uint8_t { Create, Seal, Evict, Delete, Abort, SessionEnd, SessionLockFree, LastPinGone, Indexed, Demote };
+enum class Event : uint8_t {
+  Create,
+  Seal,
+  Evict,
+  Delete,
+  Abort,
+  SessionEnd,
+  SessionLockFree,
+  LastPinGone,
+  Indexed,
+  Demote,
+  TakeBack
+};
 
 struct Transition {
   State from;
@@ -35,7 +48,7 @@ struct Transition {
 
 // The whole life of a block. The store asserts every change of state against this table, and docs/design.md's
 // picture is generated from it (kvstored._core.transitions()).
-inline constexpr std::array<Transition, 13> kTransitions{{
+inline constexpr std::array<Transition, 17> kTransitions{{
     {State::Free, Event::Create, State::Created},
     {State::Created, Event::Seal, State::Sealed},
     {State::Created, Event::Abort, State::Zombie},
@@ -49,6 +62,10 @@ inline constexpr std::array<Transition, 13> kTransitions{{
     {State::Zombie, Event::Demote, State::Disk},
     {State::Disk, Event::Delete, State::Free},
     {State::Disk, Event::Evict, State::Free},
+    {State::Free, Event::Create, State::Piece},
+    {State::Piece, Event::LastPinGone, State::Free},
+    {State::Piece, Event::SessionEnd, State::Quarantined},
+    {State::Piece, Event::TakeBack, State::Created},
 }};
 
 constexpr bool allowed(State from, Event event, State to) {
@@ -64,6 +81,9 @@ std::string_view name(Event event);
 
 inline constexpr uint32_t kFormatVersion = 4;  // of a table with a layout in a slot that an older reader would misread
 inline constexpr uint32_t kOldestFormat = 3;   // of any other table, and of session pages: readers of both versions understand it
+// Told by a bit of a table's `capacity_bytes`, which nobody but a daemon compares: there may be blocks in pieces. Daemons before
+// do not adopt it, and readers before go on: such a block lies beyond the pool for them, a miss.
+inline constexpr uint64_t kTableHasPieces = 1ull << 63;
 inline constexpr size_t kKeyBytes = 32;
 inline constexpr uint32_t kMaxRecords = 1u << 24;  // a pin word has 24 bits for the record
 inline constexpr uint64_t kMaxGeneration = (1ull << 40) - 1;
@@ -179,14 +199,21 @@ struct alignas(32) Upkeep {
 };
 static_assert(sizeof(Upkeep) == 32);
 
-// Where a block lies in the pool: first page:36 | pages:28.
+// Where a block lies in the pool: first page:36 | pages:28. Of a block in pieces the first page is kInPieces and the number of
+// the first PIECE, whose memory is the block's first bytes. Each of them names the next (key[0]) and its block (key[1]); the
+// lengths add up to the block's.
 struct Extent {
+  static constexpr uint64_t kInPieces = 1ull << 35;  // pages: beyond every pool
   uint64_t offset;
   uint64_t length;
   static constexpr Extent unpack(uint64_t word) { return {(word >> 28) * kPageBytes, (word & ((1ull << 28) - 1)) * kPageBytes}; }
   constexpr uint64_t pack() const { return offset / kPageBytes << 28 | length / kPageBytes; }
   constexpr uint64_t end() const { return offset + length; }
+  static constexpr Extent in_pieces_from(uint32_t piece, uint64_t length) { return {(kInPieces | piece) * kPageBytes, length}; }
+  constexpr bool in_pieces() const { return offset >= kInPieces * kPageBytes; }
+  constexpr uint64_t first_piece() const { return offset / kPageBytes - kInPieces; }
 };
+inline constexpr uint32_t kMaxPieces = 1025;  // of one block, what stands behind its layers among them
 
 // What a block holds: low bits of the layout's slot:8 | its ninth bit:1 | priority:7 | tokens:20 | base position:28.
 struct Shape {

@@ -117,6 +117,23 @@ size_t Index::sightings(uint64_t word, std::span<Sighting> out, bool on_disk) co
   return found;
 }
 
+std::vector<Extent> Index::pieces(Extent block, uint64_t limit) const {
+  std::vector<Extent> out;
+  uint64_t left = block.length, at = block.first_piece();
+  while (at != kAbsent) {
+    if (at >= max_blocks_ || out.size() == kMaxPieces) return {};
+    const Record& r = records_[at];
+    const Extent piece = Extent::unpack(r.extent.load(std::memory_order_relaxed));
+    if (control(static_cast<uint32_t>(at)).state() != State::Piece || piece.length == 0 || piece.length > left ||
+        piece.end() > limit)
+      return {};
+    out.push_back(piece), left -= piece.length;
+    at = r.key[0].load(std::memory_order_relaxed);
+  }
+  if (left != 0) out.clear();
+  return out;
+}
+
 void Index::prefetch_erase(uint32_t record) const {
   const Record& r = records_[record];
   Key key;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/base/atomics.h"
 #include "core/format/block.h"
@@ -65,6 +66,9 @@ class Index {
   // Sealed blocks with this fingerprint, or (by_parent) with this low word of their parent's key; at most out.size(). With
   // on_disk also those that lie only there, of which the table still knows these words.
   size_t sightings(uint64_t word, std::span<Sighting> out, bool on_disk = false) const;
+  // Where a block in pieces lies that is pinned, or the caller's own: nothing if they are not pages below `limit` that together
+  // are as long as it.
+  std::vector<Extent> pieces(Extent block, uint64_t limit) const;
   // Of a record: state, generation and flags, read once.
   Control control(uint32_t number) const { return {records_[number].control.load(std::memory_order_acquire)}; }
 

@@ -64,6 +64,10 @@ Layout Layout::parse(std::span<const uint8_t> blob) {
   return layout;
 }
 
+bool Layout::in_whole_pages(uint32_t tokens) const {
+  return std::ranges::all_of(bytes_per_token_, [&](uint64_t bytes) { return bytes * tokens % kPageBytes == 0; });
+}
+
 uint64_t Layout::layer_offset(uint32_t layer, uint32_t tokens) const {
   if (uniform_) return layer * round_up(uint64_t{bytes_per_token_[0]} * tokens, kLayerAlign);
   uint64_t offset = 0;

@@ -40,7 +40,9 @@ class Layout {
   uint64_t meta_bytes(uint32_t tokens) const { return meta_fixed + uint64_t{meta_per_token} * tokens; }
   uint64_t extent_bytes(uint32_t tokens) const { return round_up(meta_offset(tokens) + meta_bytes(tokens), kPageBytes); }
 
-  // What a region's runs have: however long a run is, nobody who goes by its layout looks behind its first page.
+  // Whether each layer is whole pages, so that a block may lie in pieces.
+  bool in_whole_pages(uint32_t tokens) const;
+  // What a region has: however long it is, nobody who goes by its layout looks behind its first page.
   bool is_one_page() const { return block_tokens == 1 && extent_bytes(1) == kPageBytes; }
 
   uint32_t kv_per_layer = 2;

@@ -15,10 +15,11 @@
 namespace kv::protocol {
 
 inline constexpr uint32_t kMagic = 0x3153564b;  // "KVS1"
-inline constexpr uint32_t kVersion = 4;
-inline constexpr uint32_t kOldestVersion = 2;     // that is still spoken, by either side: the other may be older
-inline constexpr uint32_t kVersionAsks = 3;       // from which on a client knows of allowances
-inline constexpr uint32_t kVersionLayouts = 4;    // from which on it reads tables of version 4: ids of layouts have generations
+inline constexpr uint32_t kVersion = 5;
+inline constexpr uint32_t kOldestVersion = 2;   // that is still spoken, by either side: the other may be older
+inline constexpr uint32_t kVersionAsks = 3;     // from which on a client knows of allowances
+inline constexpr uint32_t kVersionLayouts = 4;  // from which on it reads tables of version 4: ids of layouts have generations
+inline constexpr uint32_t kVersionPieces = 5;   // from which on it reads blocks in pieces; others are told that they are missing
 inline constexpr size_t kMaxMessage = 96 * 1024;  // below every default of SO_SNDBUF for one packet
 inline constexpr size_t kMaxNamespace = 63;
 inline constexpr uint16_t kOk = 0;  // other statuses are 1 + kv::Code
@@ -44,11 +45,14 @@ enum class Op : uint16_t {
   PinTerms,
   Device,
   Push,
-  kLast = Push
+  PublishPieces,
+  TakeBackPieces,
+  kLast = TakeBackPieces
 };
 inline constexpr const char* kOpNames[] = {
-    "attach",  "register_layout", "create", "seal",       "abort",     "lookup",  "delete",    "touch",     "stats",  "token",
-    "promote", "suspect",         "keep",   "allow_pins", "elsewhere", "publish", "take_back", "pin_terms", "device", "push"};
+    "attach",    "register_layout", "create",  "seal",    "abort",          "lookup",          "delete",    "touch",
+    "stats",     "token",           "promote", "suspect", "keep",           "allow_pins",      "elsewhere", "publish",
+    "take_back", "pin_terms",       "device",  "push",    "publish_pieces", "take_back_pieces"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -204,6 +208,30 @@ struct RegionItem {
 
 static_assert(sizeof(RegionHead) == 16 && sizeof(PublishItem) == 80 && sizeof(TakeBackItem) == 56 && sizeof(RegionItem) == 40);
 
+// PublishPieces, TakeBackPieces (version 5): the same of blocks in pieces, at most kMaxPiecesPerMessage of them together. A
+// RegionHead and `count` PiecesItems, and behind all of them the pieces of each, packed extents in the pool; a RegionHead and
+// `count` TakeBackItems. The reply: `count` PiecesAnswers, and behind all of them of each the parts of the region that are to be
+// written from now on, and those that are no more, a BlockItem each.
+inline constexpr uint32_t kMaxPiecesPerMessage = 2048, kMaxBlocksInPieces = 1000;  // the latter to publish
+struct PiecesItem {
+  Key key;
+  Key rest;  // what those that are left of the region are made from
+  uint32_t tokens;
+  uint32_t checksummed;
+  uint32_t pieces;
+  uint32_t reserved;
+};
+struct PiecesAnswer {
+  uint32_t status;
+  uint32_t record;
+  uint64_t generation;
+  uint32_t opened;  // how many
+  uint32_t ended;
+};
+static_assert(sizeof(PiecesItem) == 80 && sizeof(PiecesAnswer) == 24);
+static_assert(sizeof(Request) + sizeof(RegionHead) + kMaxBlocksInPieces * sizeof(PiecesItem) + 8 * kMaxPiecesPerMessage <=
+              kMaxMessage);
+
 // PinTerms: a PinsOnTerms, what holds for all pins of this session from here on. Device: a DeviceMemory. The replies are empty. A
 // daemon that does not know these operations refuses them.
 struct PinsOnTerms {
@@ -221,6 +249,8 @@ static_assert(sizeof(PromoteHead) == 8 && sizeof(PromiseItem) == 8 && sizeof(Pin
 static_assert(sizeof(Request) == 16 && sizeof(Reply) == 16 && sizeof(Attach) == 96 && sizeof(Attached) == 96);
 static_assert(sizeof(BlockItem) == 16 && sizeof(CreateHead) == 16 && sizeof(CreateItem) == 56 && sizeof(GrantItem) == 32 &&
               sizeof(LookUpItem) == 32);
+static_assert(sizeof(Reply) + kMaxKeysPerMessage * sizeof(PiecesAnswer) + 2 * kMaxPiecesPerMessage * sizeof(BlockItem) <=
+              kMaxMessage);
 static_assert(sizeof(Request) + sizeof(CreateHead) + kMaxKeysPerMessage * (sizeof(CreateItem) + sizeof(BlockItem)) <=
               kMaxMessage);
 

@@ -69,28 +69,30 @@ struct CreateRequest {
   bool loaded = false;  // from the file there is
 };
 
-// A block that lies, whole, at `offset` in memory that its writer was granted as a region.
+// A block that lies in memory that its writer was granted as a region: whole at `offset`, or in these pieces, whole pages that
+// one behind the other are its bytes, the last of them all of what stands behind its layers.
 struct Publish {
   CreateItem wanted;
   uint64_t offset;
-  Key rest;  // of what is left of the region behind it
+  Key rest;  // of what is left of the region behind it; of what is left behind further pieces, others made from it
   bool checksummed;
+  std::vector<Extent> pieces = {};
 };
 
 // Memory of a block that was published, for the region it lay in.
 struct TakeBack {
   Handle block;
-  Key key;  // of what it becomes if it touches no other part of the region
+  Key key;  // of what it becomes if it touches no other part of the region; of further pieces, others made from it
   uint64_t region;
 };
 
 enum class Back : uint8_t { Taken = 0, Held = 1, Gone = 2 };  // held: somebody reads it; gone: it is not the region's any more
 
-// What became of an item, and of the parts of its region that are still to be written: one more, one less.
+// What became of an item, and of the parts of its region that are still to be written: some more, some less.
 struct RegionChange {
-  static constexpr Handle kNone{~0u, 0};
   uint8_t status = 0;  // Grant, Back
-  Handle block = kNone, opened = kNone, ended = kNone;
+  Handle block{~0u, 0};
+  std::vector<Handle> opened = {}, ended = {};
 };
 
 enum class Done : uint8_t { Ok = 0, Stale = 1, NotOwner = 2 };  // answers to seal and abort, per block
@@ -142,6 +144,7 @@ struct WriteJob {
   Handle handle;
   Key key;
   Extent extent;
+  std::vector<Extent> pieces;  // of it: one, if it lies in one run
   Shape shape;
   uint64_t fingerprint;
   uint32_t created_s, expiry_s, parent;
@@ -159,6 +162,7 @@ struct LayoutInfo {
 struct ReadJob {
   Handle handle;
   Extent extent;
+  std::vector<Extent> pieces;  // of it, as above
   Shape shape;
   uint64_t fingerprint;
   uint32_t expiry_s, parent;

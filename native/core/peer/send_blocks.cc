@@ -8,6 +8,7 @@
 #include "core/base/error.h"
 #include "core/base/polling.h"
 #include "core/files/block_file.h"
+#include "core/format/meta.h"
 
 namespace kv::peer {
 namespace {
@@ -163,7 +164,7 @@ void BlockSender::begin(Block& block) {
   tell_layout(block);
   if (job.checksummed) {
     block.sums.resize(block.layout->num_layers());
-    std::memcpy(block.sums.data(), window_.at(job.extent.offset + block.layout->checksums_offset(job.shape.tokens)),
+    std::memcpy(block.sums.data(), window_.at(place_of(job.pieces, block.layout->checksums_offset(job.shape.tokens))),
                 4 * block.sums.size());
   }
   const auto now_s = static_cast<uint32_t>(::time(nullptr));
@@ -226,7 +227,7 @@ void BlockSender::check_pool() const {
 
 void BlockSender::send_meta(Block& block) {
   const uint32_t tokens = block.job->shape.tokens;
-  const std::span meta(window_.at(block.job->extent.offset + block.layout->meta_offset(tokens)),
+  const std::span meta(window_.at(place_of(block.job->pieces, block.layout->meta_offset(tokens))),
                        block.layout->meta_bytes(tokens));
   const uint32_t crc = sum_of(meta);
   if (block.meta_sent && crc == block.meta_crc) return;
@@ -240,15 +241,28 @@ void BlockSender::send_meta(Block& block) {
 
 void BlockSender::send_layer(Block& block, uint32_t layer) {
   const uint32_t tokens = block.job->shape.tokens;
-  const std::span bytes(window_.at(block.job->extent.offset + block.layout->layer_offset(layer, tokens)),
-                        block.layout->layer_bytes(layer, tokens));
+  const uint64_t length = block.layout->layer_bytes(layer, tokens);
+  const std::span<const std::byte> bytes = gather(*block.job, block.layout->layer_offset(layer, tokens), length);
   Frame head = frame(Kind::Layer, block);
   head.layer = layer;
   // The writer's own sum, where it left one: what this host's memory has made of the bytes since is then found out over there.
   head.payload_crc = block.sums.empty() ? sum_of(bytes) : block.sums[layer];
   if (layer < from_) return channel_.put_summed(head, {});
   channel_.put_summed(head, bytes);
+  if (bytes.data() == gathered_.data()) channel_.flush();  // the next ones go into the same memory
   sent_.bytes += bytes.size();
+}
+
+// Of the pool's memory, or, where they lie in several pieces, together.
+std::span<const std::byte> BlockSender::gather(const ReadJob& job, uint64_t offset, uint64_t length) {
+  gathered_.clear();
+  std::span<const std::byte> first;
+  each_stretch(job.pieces, offset, length, [&](uint64_t at, uint64_t here) {
+    first = {window_.at(at), here};
+    if (here < length) gathered_.insert(gathered_.end(), first.begin(), first.end());
+    return true;
+  });
+  return first.size() == length ? first : gathered_;
 }
 
 }  // namespace kv::peer

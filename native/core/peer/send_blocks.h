@@ -43,6 +43,7 @@ class BlockSender {
   bool advance(Block& block);
   bool send_ready(Block& block);
   uint32_t sum_of(std::span<const std::byte> bytes) const;
+  std::span<const std::byte> gather(const ReadJob& job, uint64_t offset, uint64_t length);
   void check_pool() const;
   void send_meta(Block& block);
   void send_layer(Block& block, uint32_t layer);
@@ -50,6 +51,7 @@ class BlockSender {
 
   Store& store_;
   const Window& window_;
+  std::vector<std::byte> gathered_;  // a layer of a block in pieces
   Admission& admission_;
   Channel& channel_;
   const std::string node_;

@@ -25,7 +25,7 @@ struct Connection {
   Credentials who;
   uint64_t since_ms = 0;
   bool attached = false;
-  uint32_t session = 0;
+  uint32_t session = 0, protocol = 0;
   bool read_only = false;
   std::optional<Tokens::Token> token;
   std::vector<Handle> kept;  // of a list that takes several messages

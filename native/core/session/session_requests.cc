@@ -9,6 +9,7 @@
 
 #include "core/base/error.h"
 #include "core/base/polling.h"
+#include "core/session/region_requests.h"
 #include "core/session/session_thread.h"
 
 namespace kv {
@@ -16,10 +17,6 @@ namespace {
 
 using protocol::append;
 using protocol::Op;
-
-void need_end(const protocol::Reader& body) {
-  if (!body.at_end()) throw Error(Code::InvalidArgument, "the message's length does not fit its count");
-}
 
 // A description of the same file without the right to write.
 Fd read_only_copy(int fd) {
@@ -46,18 +43,24 @@ std::vector<uint8_t> seal_or_abort(Store& store, uint32_t session, bool seal, ui
   return out;
 }
 
-std::vector<uint8_t> look_up(Store& store, const std::vector<Key>& keys) {
+// Who cannot read it misses it: told so, nobody waits for it.
+bool cannot_read(const Connection& to, const Found& found) {
+  return to.protocol < protocol::kVersionPieces && found.presence == Presence::Resident && found.snapshot.extent.in_pieces();
+}
+
+std::vector<uint8_t> look_up(Store& store, const Connection& from, const std::vector<Key>& keys) {
   std::vector<uint8_t> out;
   for (const Key& key : keys) {
-    const Found found = store.lookup(key);
+    Found found = store.lookup(key);
+    if (cannot_read(from, found)) found = {};
     append(out, protocol::LookUpItem{static_cast<uint32_t>(found.presence), found.snapshot.record, found.snapshot.control.word,
                                      found.snapshot.extent.pack(), found.snapshot.shape.pack()});
   }
   return out;
 }
 
-std::vector<uint8_t> by_key(Store& store, Op op, const std::vector<Key>& keys) {
-  if (op == Op::LookUp) return look_up(store, keys);
+std::vector<uint8_t> by_key(Store& store, const Connection& from, Op op, const std::vector<Key>& keys) {
+  if (op == Op::LookUp) return look_up(store, from, keys);
   std::vector<uint8_t> out;
   if (op == Op::Elsewhere) {
     const Fetcher* peers = store.peers();
@@ -99,47 +102,19 @@ std::vector<uint8_t> push(Store& store, uint32_t count, protocol::Reader body) {
   return out;
 }
 
-std::vector<uint8_t> promote(Store& store, uint32_t session, uint32_t count, protocol::Reader body) {
+std::vector<uint8_t> promote(Store& store, const Connection& from, uint32_t count, protocol::Reader body) {
   const auto head = body.take<protocol::PromoteHead>();
   const auto keys = body.take<Key>(count);
   need_end(body);
   if (head.priority > kMaxPriority)
     throw Error(Code::InvalidArgument,
                 "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
-  const std::vector<Presence> there = store.promote(keys, head.priority, Wanting::of(session, head.wanted_ms));
+  std::vector<Presence> there = store.promote(keys, head.priority, Wanting::of(from.session, head.wanted_ms));
+  for (size_t i = 0; i < keys.size() && from.protocol < protocol::kVersionPieces; ++i)
+    if (cannot_read(from, store.lookup(keys[i]))) there[i] = Presence::Missing;
   std::vector<uint8_t> out;
   for (const Presence its : there) append(out, protocol::PromiseItem{static_cast<uint32_t>(its), 0});
   return out;
-}
-
-std::vector<uint8_t> told(const std::vector<RegionChange>& changes) {
-  std::vector<uint8_t> out;
-  for (const RegionChange& change : changes)
-    append(out, protocol::RegionItem{change.status, change.block.record, change.block.generation, change.opened.record,
-                                     change.ended.record, change.opened.generation, change.ended.generation});
-  return out;
-}
-
-std::vector<uint8_t> publish(Store& store, uint32_t session, uint32_t count, protocol::Reader body) {
-  const auto head = body.take<protocol::RegionHead>();
-  const auto items = body.take<protocol::PublishItem>(count);
-  need_end(body);
-  if (head.priority > kMaxPriority)
-    throw Error(Code::InvalidArgument,
-                "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
-  std::vector<Publish> blocks;
-  for (const auto& item : items)
-    blocks.push_back({{.key = item.key, .tokens = item.tokens}, item.offset, item.rest, item.checksummed != 0});
-  return told(store.publish({session, head.layout, head.priority, head.ttl_s, {}}, blocks));
-}
-
-std::vector<uint8_t> take_back(Store& store, uint32_t session, uint32_t count, protocol::Reader body) {
-  const auto head = body.take<protocol::RegionHead>();
-  const auto items = body.take<protocol::TakeBackItem>(count);
-  need_end(body);
-  std::vector<TakeBack> blocks;
-  for (const auto& item : items) blocks.push_back({{item.record, item.generation}, item.key, item.region});
-  return told(store.take_back(session, head.layout, blocks));
 }
 
 // Reading, and what makes reading faster.
@@ -203,7 +178,9 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
     case Op::Seal: return seal_or_abort(store, connection.session, true, request.count, body);
     case Op::Abort: return seal_or_abort(store, connection.session, false, request.count, body);
     case Op::Publish: return publish(store, connection.session, request.count, body);
-    case Op::TakeBack: return take_back(store, connection.session, request.count, body);
+    case Op::PublishPieces: return publish_pieces(store, connection.session, request.count, body);
+    case Op::TakeBack:
+    case Op::TakeBackPieces: return take_back(store, connection.session, op, request.count, body);
     case Op::LookUp:
     case Op::Delete:
     case Op::Touch:
@@ -211,9 +188,9 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
     case Op::Suspect: {
       const auto keys = body.take<Key>(request.count);
       need_end(body);
-      return by_key(store, op, keys);
+      return by_key(store, connection, op, keys);
     }
-    case Op::Promote: return promote(store, connection.session, request.count, body);
+    case Op::Promote: return promote(store, connection, request.count, body);
     case Op::Push: return push(store, request.count, body);
     case Op::Stats: {
       const std::string text = stats_json(store);
@@ -342,13 +319,13 @@ void SessionThread::attach(Connection& connection, const protocol::Request& requ
         store_.open_session(wanted.max_pins, connection.who.pid, connection.who.uid, wanted.read_only != 0, wanted.version);
   }
   connection.attached = true;
-  connection.session = reply.session;
+  connection.session = reply.session, connection.protocol = wanted.version;
   connection.mailbox = std::make_unique<DaemonMailbox>(store_.session_page_head(reply.session));
   const TableHeader& header = store_.header();
   reply.epoch = header.epoch.load(std::memory_order_acquire);
   reply.table_bytes = header.total_bytes;
   reply.progress_bytes = round_up(Store::progress_bytes(header.max_blocks), kPageBytes);
-  reply.pool_bytes = header.capacity_bytes;
+  reply.pool_bytes = header.capacity_bytes & ~kTableHasPieces;
   reply.page_bytes = store_.session_page_bytes(reply.session);
   std::copy(segments.pool_id.begin(), segments.pool_id.end(), reply.pool_id);
   std::copy(tenant_.salt.begin(), tenant_.salt.end(), reply.salt);

@@ -91,7 +91,18 @@ void Arena::give_units(uint32_t first, uint32_t count) {
   hopeless_run_ = kNobody;
 }
 
-uint32_t Arena::add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_bytes) {
+// One more than fit for the tail that is too short for a slot.
+uint32_t Arena::slot_count(const Slab& slab) const {
+  return normal_slots(slab) + (slab.units * unit_ % slab.slot_bytes != 0 ? 1 : 0);
+}
+
+void Arena::part(Slab& slab) {
+  if (slab.all == kNobody) return;
+  slab.slots.assign(slot_count(slab), slab.all);
+  slab.all = kNobody;
+}
+
+uint32_t Arena::add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_bytes, uint32_t all) {
   if (unused_slabs_.empty()) {
     unused_slabs_.push_back(static_cast<uint32_t>(slabs_.size()));
     slabs_.emplace_back();
@@ -101,10 +112,13 @@ uint32_t Arena::add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_byte
   Slab& slab = slabs_[id];
   slab = Slab{
       .first_unit = first_unit, .units = units, .used = 0, .slot_bytes = slot_bytes, .slots = {}, .free = {}, .listed = false};
-  const uint32_t normal = normal_slots(slab);
-  const bool tail = units * unit_ % slot_bytes != 0;
-  slab.slots.assign(normal + (tail ? 1 : 0), kNobody);
-  for (uint32_t i = normal; i-- > 0;) slab.free.push_back(i);
+  slab.all = all;
+  if (all != kNobody) {
+    slab.used = slot_count(slab);
+  } else {
+    slab.slots.assign(slot_count(slab), kNobody);
+    for (uint32_t i = normal_slots(slab); i-- > 0;) slab.free.push_back(i);
+  }
   std::fill_n(unit_slab_.begin() + first_unit, units, id);
   take_units(first_unit, units);
   if (geometry_)
@@ -170,6 +184,18 @@ std::optional<uint64_t> Arena::allocate(uint64_t length, uint32_t record) {
   return slot_extent(*slab, slot).offset;
 }
 
+// Calls f(slab id, what of the extent lies in it) for every slab that the extent overlaps.
+template <class F>
+void Arena::each_slab(Extent extent, F&& f) const {
+  for (uint64_t at = extent.offset; at < extent.end();) {
+    const uint32_t id = unit_slab_[at / unit_];
+    KV_INVARIANT(id != kNobody);
+    const uint64_t end = std::min(extent.end(), slab_extent(slabs_[id]).end());
+    f(id, Extent{at, end - at});
+    at = end;
+  }
+}
+
 // Calls f(slab id, slot) for every slot that the extent overlaps. Stops early if f returns false.
 template <class F>
 void Arena::each_slot(Extent extent, F&& f) const {
@@ -186,26 +212,31 @@ void Arena::each_slot(Extent extent, F&& f) const {
 
 void Arena::prefetch(Extent extent) const {
   const Slab& slab = slabs_[unit_slab_[extent.offset / unit_]];
+  if (slab.all != kNobody) return;
   __builtin_prefetch(&slab.slots[(extent.offset - slab.first_unit * unit_) / slab.slot_bytes], 1);
   __builtin_prefetch(slab.free.data() + slab.free.size(), 1);
 }
 
 void Arena::release(Extent extent, uint32_t record) {
   uint64_t slots_bytes = 0;
-  uint32_t left = kNobody;  // the slab before, whose slots of this extent are all free now
-  each_slot(extent, [&](uint32_t id, uint32_t slot) {
-    if (left != kNobody && left != id) dissolve_if_empty(left);
-    left = id;
+  each_slab(extent, [&](uint32_t id, Extent here) {
     Slab& slab = slabs_[id];
-    KV_INVARIANT(slab.slots[slot] == record);
-    slab.slots[slot] = kNobody;
-    slab.used -= 1;
-    slots_bytes += slot_extent(slab, slot).length;
-    if (slot < normal_slots(slab)) slab.free.push_back(slot);
-    return true;
+    if (slab.all == record && here.length == slab_extent(slab).length) {
+      slab.all = kNobody, slab.used = 0, slots_bytes += here.length;
+      return dissolve_if_empty(id);
+    }
+    part(slab);
+    each_slot(here, [&](uint32_t, uint32_t slot) {
+      KV_INVARIANT(slab.slots[slot] == record);
+      slab.slots[slot] = kNobody;
+      slab.used -= 1;
+      slots_bytes += slot_extent(slab, slot).length;
+      if (slot < normal_slots(slab)) slab.free.push_back(slot);
+      return true;
+    });
+    dissolve_if_empty(id);
   });
   slack_ -= slots_bytes - extent.length;
-  if (left != kNobody) dissolve_if_empty(left);
 }
 
 void Arena::dissolve_if_empty(uint32_t id) {
@@ -247,7 +278,7 @@ bool Arena::claim(Extent extent, uint32_t record) {
     if (unit_slab_[unit] == kNobody) continue;
     const uint64_t begin = std::max(extent.offset, unit * unit_);
     each_slot({begin, std::min(extent.end(), (unit + 1) * unit_) - begin},
-              [&](uint32_t id, uint32_t slot) { return free = slabs_[id].slots[slot] == kNobody; });
+              [&](uint32_t id, uint32_t slot) { return free = slabs_[id].who(slot) == kNobody; });
   }
   if (!free) return false;
   for (uint32_t unit = first; unit <= last; ++unit) {
@@ -266,28 +297,28 @@ bool Arena::claim(Extent extent, uint32_t record) {
 // All of them are free. Those of a slab leave its list of free ones in one pass: a region has thousands.
 void Arena::take_slots(Extent extent, uint32_t record) {
   uint64_t slots_bytes = 0;
-  uint32_t at = kNobody;
-  auto leave = [&] {
-    if (at != kNobody) std::erase_if(slabs_[at].free, [&](uint32_t slot) { return slabs_[at].slots[slot] != kNobody; });
-  };
-  each_slot(extent, [&](uint32_t id, uint32_t slot) {
-    if (id != at) leave(), at = id;
+  each_slab(extent, [&](uint32_t id, Extent here) {
     Slab& slab = slabs_[id];
-    slab.slots[slot] = record;
-    slab.used += 1;
-    slots_bytes += slot_extent(slab, slot).length;
-    return true;
+    each_slot(here, [&](uint32_t, uint32_t slot) {
+      slab.slots[slot] = record;
+      slab.used += 1;
+      slots_bytes += slot_extent(slab, slot).length;
+      return true;
+    });
+    std::erase_if(slab.free, [&](uint32_t slot) { return slab.slots[slot] != kNobody; });
   });
-  leave();
   slack_ += slots_bytes - extent.length;
 }
 
 std::optional<uint64_t> Arena::allocate_pages(uint64_t length, uint32_t record) {
-  const auto units = static_cast<uint32_t>((length + unit_ - 1) / unit_);
+  const auto units = static_cast<uint32_t>((length + unit_ - 1) / unit_), whole = static_cast<uint32_t>(length / unit_);
   const std::optional<uint32_t> first = find_units(units);
   if (!first) return std::nullopt;
-  list(add_slab(*first, units, kPageBytes));
-  take_slots({*first * unit_, length}, record);
+  for (uint32_t unit = *first; unit < *first + whole; ++unit) add_slab(unit, 1, kPageBytes, record);
+  if (whole < units) {
+    list(add_slab(*first + whole, 1, kPageBytes));
+    take_slots({(*first + whole) * unit_, length % unit_}, record);
+  }
   return *first * unit_;
 }
 
@@ -299,73 +330,35 @@ uint32_t Arena::holder(Extent extent) const {
     if (id == kNobody) return kNobody;
     const Slab& slab = slabs_[id];
     const auto slot = static_cast<uint32_t>((at - slab.first_unit * unit_) / slab.slot_bytes);
-    const Extent there = slot_extent(slab, slot);
-    if (there.offset != at || there.end() > extent.end() || slab.slots[slot] == kNobody) return kNobody;
-    if (at != extent.offset && slab.slots[slot] != who) return kNobody;
-    who = slab.slots[slot], at = there.end();
+    Extent there = slot_extent(slab, slot);
+    if (there.offset != at || there.end() > extent.end() || slab.who(slot) == kNobody) return kNobody;
+    if (at != extent.offset && slab.who(slot) != who) return kNobody;
+    if (const Extent all = slab_extent(slab); slab.all != kNobody && all.end() <= extent.end()) there.length = all.end() - at;
+    who = slab.who(slot), at = there.end();
   }
   return who;
 }
 
 void Arena::hand_over(Extent extent, uint32_t from, uint32_t to) {
-  each_slot(extent, [&](uint32_t id, uint32_t slot) {
-    KV_INVARIANT(slabs_[id].slots[slot] == from);
-    slabs_[id].slots[slot] = to;
-    return true;
+  each_slab(extent, [&](uint32_t id, Extent here) {
+    Slab& slab = slabs_[id];
+    if (slab.all != kNobody && here.length == slab_extent(slab).length) {
+      KV_INVARIANT(slab.all == from);
+      slab.all = to;
+      return;
+    }
+    if (here.length == slab_extent(slab).length) {
+      KV_INVARIANT(slab.slots.front() == from && slab.slots.back() == from && slab.free.empty());
+      slab.slots.clear(), slab.all = to;
+      return;
+    }
+    part(slab);
+    each_slot(here, [&](uint32_t, uint32_t slot) {
+      KV_INVARIANT(slab.slots[slot] == from);
+      slab.slots[slot] = to;
+      return true;
+    });
   });
-}
-
-std::vector<Arena::Piece> Arena::pieces(bool by_slab, uint64_t from, uint64_t to) const {
-  std::vector<Piece> out;
-  auto unit = static_cast<uint32_t>(std::min<uint64_t>(from / unit_, units_ready_));
-  if (unit < units_ready_ && unit_slab_[unit] != kNobody) unit = slabs_[unit_slab_[unit]].first_unit;
-  while (unit < units_ready_ && unit * unit_ < to) {
-    const uint32_t id = unit_slab_[unit];
-    if (id == kNobody) {
-      uint32_t run = 1;
-      while (unit + run < units_ready_ && unit_slab_[unit + run] == kNobody) ++run;
-      out.push_back({{unit * unit_, run * unit_}, {}});
-      unit += run;
-      continue;
-    }
-    const Slab& slab = slabs_[id];
-    if (by_slab) out.push_back({{unit * unit_, slab.units * unit_}, {}});
-    for (uint32_t slot = 0; slot < slab.slots.size(); ++slot) {
-      const uint32_t record = slab.slots[slot];
-      if (slot > 0 && record != kNobody && record == slab.slots[slot - 1]) {  // a region's, cut in pages: one piece
-        if (!by_slab) out.back().extent.length += slot_extent(slab, slot).length;
-        continue;
-      }
-      if (!by_slab) out.push_back({slot_extent(slab, slot), {}});
-      if (record != kNobody) out.back().records.push_back(record);
-    }
-    unit += slab.units;
-  }
-  return out;
-}
-
-void Arena::check_integrity() const {
-  for (uint32_t id = 0; id < slabs_.size(); ++id) {
-    const Slab& slab = slabs_[id];
-    if (slab.units == 0) continue;
-    uint32_t used = 0;
-    uint32_t normal_used = 0;
-    for (uint32_t slot = 0; slot < slab.slots.size(); ++slot) {
-      used += slab.slots[slot] != kNobody;
-      normal_used += slab.slots[slot] != kNobody && slot < normal_slots(slab);
-    }
-    KV_INVARIANT(used == slab.used && used > 0);
-    KV_INVARIANT(slab.free.size() + normal_used == normal_slots(slab));
-    KV_INVARIANT(slab.free.empty() || slab.listed);
-    for (uint32_t unit = slab.first_unit; unit < slab.first_unit + slab.units; ++unit) KV_INVARIANT(unit_slab_[unit] == id);
-  }
-  uint32_t unit = 0;
-  for (const auto& [first, length] : free_runs_) {
-    for (; unit < first; ++unit) KV_INVARIANT(unit_slab_[unit] != kNobody);
-    KV_INVARIANT(length > 0 && first + length <= units_ready_ && (first == 0 || unit_slab_[first - 1] != kNobody));
-    for (; unit < first + length; ++unit) KV_INVARIANT(unit_slab_[unit] == kNobody);
-  }
-  for (; unit < units_ready_; ++unit) KV_INVARIANT(unit_slab_[unit] != kNobody);
 }
 
 }  // namespace kv

@@ -35,7 +35,8 @@ class Arena {
   void release(Extent extent, uint32_t record);
   void prefetch(Extent extent) const;  // what release() will touch
 
-  // As allocate(), but cut in pages from the start, so that its parts can be handed over one by one: a region.
+  // As allocate(), but each unit cut in pages from the start, so that its parts can be handed over one by one, and what became of
+  // them goes unit by unit: a region.
   std::optional<uint64_t> allocate_pages(uint64_t length, uint32_t record);
   // Who holds all of the extent, in slots that end where it ends; kNobody: no one does, or they do not.
   uint32_t holder(Extent extent) const;
@@ -71,19 +72,26 @@ class Arena {
     std::vector<uint32_t> slots;  // record or kNobody; one more than fit for the tail that is too short for a slot
     std::vector<uint32_t> free;   // free slots of normal size, taken from the back
     bool listed = false;          // in its class's list
+    uint32_t all = kNobody;       // who has every slot: then `slots` and `free` are empty
+    uint32_t who(uint32_t slot) const { return all != kNobody ? all : slots[slot]; }
   };
 
   uint32_t normal_slots(const Slab& slab) const { return static_cast<uint32_t>(slab.units * unit_ / slab.slot_bytes); }
+  uint32_t slot_count(const Slab& slab) const;
+  Extent slab_extent(const Slab& slab) const { return {slab.first_unit * unit_, slab.units * unit_}; }
   Extent slot_extent(const Slab& slab, uint32_t slot) const;
+  void part(Slab& slab);  // its slots are different people's from now on
   Slab* new_slab(uint64_t length);
   bool restore_slab(uint32_t unit);
-  uint32_t add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_bytes);
+  uint32_t add_slab(uint32_t first_unit, uint32_t units, uint64_t slot_bytes, uint32_t all = kNobody);
   void list(uint32_t slab);
   void dissolve_if_empty(uint32_t slab);
   std::optional<uint32_t> find_units(uint32_t count);  // the first of the lowest free run of so many
   void take_units(uint32_t first, uint32_t count);     // which are free
   void give_units(uint32_t first, uint32_t count);
   void take_slots(Extent extent, uint32_t record);
+  template <class F>
+  void each_slab(Extent extent, F&& f) const;
   template <class F>
   void each_slot(Extent extent, F&& f) const;
 

@@ -31,6 +31,8 @@
 #include "core/format/block.h"
 #include "core/store/steady_array.h"
 
+#include "core/base/polling.h"
+
 namespace kv {
 
 inline constexpr double kHalfLifeSeconds = 3600;
@@ -252,6 +254,11 @@ class EvictionPolicy {
   std::map<uint64_t, Heap> heaps_;  // none is empty
   typename std::map<uint64_t, Heap>::node_type
       spare_{};  // the last that emptied: where blocks come and go it is wanted again soon
+};
+
+struct UseClock {
+  double value = 0, sealed = 0;       // what use_now() said last; the part of the pool, or table, that was sealed since
+  uint64_t read_ns = monotonic_ns();  // when it did
 };
 
 }  // namespace kv

@@ -93,4 +93,9 @@ class OwnPins {
   std::array<PinsHeld, kPinOwners> held_{};
 };
 
+struct PinsLeft {
+  uint64_t pages, pins;
+  bool hold(PinAllowance wanted) const { return uint64_t{wanted.slots} * wanted.pages <= pages && wanted.slots <= pins; }
+};
+
 }  // namespace kv

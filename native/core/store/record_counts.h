@@ -11,9 +11,13 @@ namespace kv {
 
 struct RecordCounts {
   uint32_t free_head = Index::kAbsent;
-  uint64_t used_bytes = 0, records = 0, created = 0, quarantined = 0;
+  uint64_t used_bytes = 0, records = 0, created = 0, quarantined = 0, pieces = 0;
   uint64_t longest_pages = 1;    // of the blocks there have been
   std::vector<Handle> unlisted;  // claimed, and not yet in the finder
+};
+
+struct Suspects {  // looked at on a client's word in this second
+  uint64_t second = 0, bytes = 0;
 };
 
 }  // namespace kv

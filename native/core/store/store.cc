@@ -70,6 +70,12 @@ Shape Store::shape_of(uint32_t record) const {
   return Shape::unpack(index_.record(record).shape.load(std::memory_order_relaxed));
 }
 
+// A block that goes makes room for others of its class; one in pieces makes it for single pages.
+uint64_t Store::class_of(uint32_t record) const {
+  const Extent extent = extent_of(record);
+  return extent.in_pieces() ? kPageBytes : Arena::size_class(extent.length);
+}
+
 bool Store::expired(uint32_t expiry_s) const { return expiry_s != 0 && realtime_s() >= expiry_s; }
 
 // Whether another host may be told of it: in memory, also while it is written, or on disk.
@@ -77,11 +83,12 @@ bool Store::servable(State state, uint8_t flags) {
   return state == State::Created || state == State::Sealed || (state == State::Disk && !(flags & kFlagDeleted));
 }
 
-// One release store commits the change. Entering ZOMBIE or QUARANTINED changes the generation, nothing else does.
+// One release store commits the change. Entering ZOMBIE or QUARANTINED changes the generation, and that a PIECE goes, nothing
+// else.
 void Store::transition(uint32_t record, Event event, State to, uint8_t flags) {
   const Control now = control(record);
   KV_INVARIANT(allowed(now.state(), event, to));
-  const bool retire = to == State::Zombie || to == State::Quarantined;
+  const bool retire = to == State::Zombie || to == State::Quarantined || now.state() == State::Piece;
   index_.record(record).control.store(Control::make(now.generation() + (retire ? 1 : 0), to, flags).word,
                                       std::memory_order_release);
   if (journal_.heard() && servable(now.state(), now.flags()) != servable(to, flags))

@@ -4,12 +4,12 @@
 // Invariants: a record is FREE or owns its extent; a CREATED or SEALED record is indexed, no other is; an extent goes back to the
 // arena only after its record's generation changed, a full fence, and a scan of all pins that did not find it.
 //
-// store.cc: create, seal, abort. store_region.cc: blocks sealed where they lie. store_clock.cc: what a use counts for.
-// store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room. store_pins.cc: pins, zombies,
-// parked blocks. store_budget.cc: how many of them a user may have. store_owners.cc: on what terms. store_layouts.cc: layouts.
-// store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of a daemon that is gone.
-// store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts read and are asked for.
-// store_look.cc: statistics, integrity.
+// store.cc: create, seal, abort. store_region.cc: blocks sealed where they lie; store_pieces.cc: apart. store_clock.cc: what a
+// use counts for. store_keys.cc: what is asked by key. store_session.cc: sessions. store_reclaim.cc: making room. store_pins.cc:
+// pins, zombies, parked blocks. store_budget.cc: how many of them a user may have. store_owners.cc: on what terms.
+// store_layouts.cc: layouts. store_disk.cc: what the disk tier asks for and is told. store_adopt.cc: a new table, or the table of
+// a daemon that is gone. store_bytes.cc: bytes copied in and out, checksums, scrub. store_peers.cc: what other hosts read and are
+// asked for. store_look.cc: statistics, integrity.
 #pragma once
 
 #include <bit>
@@ -221,7 +221,7 @@ class Store {
   Key key_of(uint32_t record) const;
   Extent extent_of(uint32_t record) const;
   Shape shape_of(uint32_t record) const;
-  uint64_t class_of(uint32_t record) const { return Arena::size_class(extent_of(record).length); }
+  uint64_t class_of(uint32_t record) const;
   bool expired(uint32_t expiry_s) const;
   Done seal_one(uint32_t owner, const Seal& block) REQUIRES(mutex_);
   double rank(uint32_t record) const { return std::bit_cast<double>(index_.upkeep(record).rank.load(std::memory_order_relaxed)); }
@@ -229,18 +229,38 @@ class Store {
   double worth(uint32_t record) const { return rank(record) * (control(record).flags() & kFlagQueued ? kDueWorth : 1); }
   void place(uint32_t record) REQUIRES(mutex_);
   // store_region.cc
-  bool has_two_records() REQUIRES(mutex_);
-  bool is_open_run(uint32_t record, uint32_t owner) REQUIRES(mutex_);
+  bool has_records(uint64_t count) REQUIRES(mutex_);
+  bool is_open_run(uint32_t record, uint32_t owner) REQUIRES(mutex_),
+      is_in_open_run(Extent part, uint32_t owner) REQUIRES(mutex_);
   uint32_t run_at(uint64_t offset, uint32_t owner, uint64_t region) REQUIRES(mutex_);
   void move_run(uint32_t record, Extent to) REQUIRES(mutex_);
   void end_run(Session& owner, uint32_t record) REQUIRES(mutex_);
   void undo_entry(uint32_t record, bool indexed) REQUIRES(mutex_);
+  bool carve(Extent part, uint32_t to, const Key& rest, Session& owner, double now, RegionChange& out) REQUIRES(mutex_);
   RegionChange publish_one(const CreateRequest& request, const Publish& item, const KnownLayout& known, Session& owner,
                            double now) REQUIRES(mutex_);
   RecordSet held_by_others(uint32_t owner) REQUIRES(mutex_);
-  RegionChange take_one(const CreateRequest& request, const TakeBack& item, uint32_t layout_slot, Session& owner)
+  bool join_runs(Extent part, uint32_t from, uint64_t region, Session& owner, RegionChange& out) REQUIRES(mutex_);
+  bool open_run(Extent part, uint32_t from, const TakeBack& item, uint32_t layout_slot, Session& owner, RegionChange& out)
       REQUIRES(mutex_);
-
+  RegionChange take_one(const TakeBack& item, uint32_t layout_slot, Session& owner) REQUIRES(mutex_);
+  // store_pieces.cc
+  template <class F>  // f(record, extent): each_piece.h
+  void each_piece(uint32_t block, F&& f) REQUIRES(mutex_);
+  std::vector<Extent> pieces_of(uint32_t record) REQUIRES(mutex_);
+  uint32_t next_piece(uint32_t piece) const { return static_cast<uint32_t>(index_.record(piece).key[0].load()); }
+  uint32_t block_of(uint32_t record) const;  // whose memory it is: of a PIECE another's
+  bool is_of_block(uint32_t piece) REQUIRES(mutex_);
+  uint32_t enter_piece(Extent extent, uint32_t run) REQUIRES(mutex_);
+  std::optional<uint32_t> carve_pieces(std::span<const Extent> pieces, Key rest, Session& owner, double now, RegionChange& out)
+      REQUIRES(mutex_);
+  void name_block(uint32_t first, uint32_t block) REQUIRES(mutex_), free_piece(uint32_t record) REQUIRES(mutex_);
+  bool piece_to_run(uint32_t record, const Key& key, Session& owner, RegionChange& out) REQUIRES(mutex_);
+  bool return_pieces(uint32_t first, Key key, Session& owner, RegionChange& out) REQUIRES(mutex_);
+  void quarantine_piece(uint32_t record) REQUIRES(mutex_),
+      quarantine_pieces(uint32_t first, Session& owner, RegionChange& out) REQUIRES(mutex_);
+  void release_memory(uint32_t block) REQUIRES(mutex_);
+  bool claim_pieces(uint32_t block, RecordSet& pieces_taken) REQUIRES(mutex_), adopt_piece(uint32_t record) REQUIRES(mutex_);
   // store_clock.cc
   double use_now() REQUIRES(mutex_);
   void adopt_clock() REQUIRES(mutex_);
@@ -256,7 +276,6 @@ class Store {
   Shape told(Shape shape) const REQUIRES(mutex_);
   void free_record(uint32_t record, Event event) REQUIRES(mutex_);
   void adopt_layout_on_disk(uint32_t record) REQUIRES(mutex_);
-
   // store_disk.cc
   void wish_to_write(uint32_t record, bool worth_it) REQUIRES(mutex_);
   bool forget_wish(uint32_t record) REQUIRES(mutex_);
@@ -269,7 +288,6 @@ class Store {
   void drop_tombstone(uint32_t record) REQUIRES(mutex_), delete_disk_record(uint32_t record) REQUIRES(mutex_);
   bool demote(uint32_t record) REQUIRES(mutex_);
   bool adopt_disk_record(uint32_t record) REQUIRES(mutex_);
-
   // store_reclaim.cc
   void make_room(uint64_t length, size_t count, bool last_look = false) REQUIRES(mutex_);
   void evict_least(std::optional<uint64_t> size_class, size_t count) REQUIRES(mutex_);
@@ -289,12 +307,7 @@ class Store {
   bool honoured(uint32_t record, uint32_t pages) const {
     return pages == PinAllowance::kAnyPages || extent_of(record).length <= uint64_t{pages} * kPageBytes;
   }
-
   // store_budget.cc
-  struct PinsLeft {
-    uint64_t pages, pins;
-    bool hold(PinAllowance wanted) const { return uint64_t{wanted.slots} * wanted.pages <= pages && wanted.slots <= pins; }
-  };
   static bool is_budgeted(uint32_t uid);  // not root's, not the daemon's own user's
   uint64_t charge(const Session& session) const REQUIRES(mutex_);
   PinsLeft left_for(const Session& session) const REQUIRES(mutex_);
@@ -302,7 +315,6 @@ class Store {
   bool set_allowance(Session& session, PinAllowance to) REQUIRES(mutex_);
   void recall(Session& session) REQUIRES(mutex_);
   void adopt_allowances() REQUIRES(mutex_);
-
   // store_owners.cc
   void tell_rounds(Session& session) REQUIRES(mutex_);
   std::map<uint32_t, PinsNamed> held_by_each(uint32_t first = 0, uint32_t last = ~0u) REQUIRES(mutex_);  // session. In slices
@@ -338,18 +350,14 @@ class Store {
   bool peer_is_sooner(const Fetcher& peers, const Key& key) const;  // store_peers.cc
   // store_bytes.cc
   class Reading;
-  struct Verdict {
-    uint64_t bytes;
-    bool known, corrupt;  // there were checksums to compare with; they did not match
-  };
+  struct Verdict;
   Verdict verify_one(uint32_t record) REQUIRES(mutex_);
-  std::vector<uint32_t> layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const;
-
+  std::vector<uint32_t> layer_checksums(const Layout& layout, std::span<const Extent> pieces, uint32_t tokens) const;
   // store_adopt.cc
   void lay_out_new_table() REQUIRES(mutex_);
   void adopt() REQUIRES(mutex_);
-  void adopt_sessions() REQUIRES(mutex_);
-  bool adopt_record(uint32_t record) REQUIRES(mutex_);
+  void adopt_sessions() REQUIRES(mutex_), adopt_records() REQUIRES(mutex_);
+  bool adopt_record(uint32_t record, RecordSet& pieces_taken) REQUIRES(mutex_);
 
   Options options_;
   Fd table_fd_, progress_fd_;
@@ -367,14 +375,6 @@ class Store {
   std::atomic<Fetcher*> peers_{nullptr};
   std::atomic<uint32_t> fetcher_{0};
   Journal journal_;  // has a lock of its own
-
-  struct UseClock {
-    double value = 0, sealed = 0;       // what use_now() said last; the part of the pool, or table, that was sealed since
-    uint64_t read_ns = monotonic_ns();  // when it did
-  };
-  struct Suspects {  // looked at on a client's word in this second
-    uint64_t second = 0, bytes = 0;
-  };
 
   mutable SlicedMutex mutex_;
   RecordCounts blocks_ GUARDED_BY(mutex_);

@@ -166,11 +166,12 @@ void Store::adopt() {
   auto* header = table_.at<TableHeader>(0);
   if (std::memcmp(header->magic, kTableMagic, sizeof kTableMagic) != 0 || header->version < kOldestFormat ||
       header->version > kFormatVersion || header->max_blocks != options_.max_blocks ||
-      header->capacity_bytes != options_.capacity_bytes || header->buckets != Index::buckets_for(options_.max_blocks) ||
-      header->records_offset != g.records || header->upkeep_offset != g.upkeep || header->buckets_offset != g.buckets ||
-      header->layouts_offset != g.layouts || header->geometry_offset != g.geometry ||
-      header->finder_buckets != Finder::buckets_for(options_.max_blocks) || header->finder_offset != g.finder ||
-      header->total_bytes != g.total || !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
+      (header->capacity_bytes & ~kTableHasPieces) != options_.capacity_bytes ||
+      header->buckets != Index::buckets_for(options_.max_blocks) || header->records_offset != g.records ||
+      header->upkeep_offset != g.upkeep || header->buckets_offset != g.buckets || header->layouts_offset != g.layouts ||
+      header->geometry_offset != g.geometry || header->finder_buckets != Finder::buckets_for(options_.max_blocks) ||
+      header->finder_offset != g.finder || header->total_bytes != g.total ||
+      !std::equal(options_.pool_id.begin(), options_.pool_id.end(), header->pool_id))
     throw Error(Code::IncompatibleVersion, "the table is of another version or geometry");
   const uint64_t epoch = header->epoch.load();
   if (epoch == kEpochRetired) throw Error(Code::IncompatibleVersion, "the table was retired");
@@ -182,21 +183,50 @@ void Store::adopt() {
   header->frontier.store(pool_.frontier());
   layouts_.open(table_.data());
   adopt_sessions();
-  for (uint32_t record = options_.max_blocks; record-- > 0;) {
-    Record& r = index_.record(record);
-    r.sequence.store((r.sequence.load() + 1) & ~1u);  // its writer may have died between odd and even
-    if (adopt_record(record)) continue;
-    if (const Control c = control(record); c.state() != State::Free)
-      r.control.store(Control::make(c.generation() + 2, State::Free).word, std::memory_order_release);
-    index_.upkeep(record).link.store(blocks_.free_head);
-    blocks_.free_head = record;
-  }
+  adopt_records();
+  header->capacity_bytes = options_.capacity_bytes | (blocks_.pieces ? kTableHasPieces : 0);
   adopt_clock();
   adopt_allowances();
   reap_in_slices();
   scan_zombies();
   header->epoch.fetch_add(1, std::memory_order_release);
   load_ended();  // whoever waits for what the daemon before was loading
+}
+
+// Where a daemon was killed between two steps, two records have the same memory: of a region, for nothing else is ever cut. It
+// must not become anybody's while the region's client lives. So runs that are open have it first, the longest before what was
+// being cut out of it or had just become part of it; PIECEs, behind the blocks that have them; and a run that had ended last.
+void Store::adopt_records() {
+  RecordSet apart, pieces_taken;
+  apart.resize(options_.max_blocks), pieces_taken.resize(options_.max_blocks);
+  std::vector<uint32_t> runs, pieces, ended;
+  for (uint32_t record = 0; record < options_.max_blocks; ++record) {
+    Record& r = index_.record(record);
+    r.sequence.store((r.sequence.load() + 1) & ~1u);  // its writer may have died between odd and even
+    const State state = control(record).state();
+    if (state == State::Free || state == State::Sealed || state == State::Disk) continue;
+    const uint32_t slot = shape_of(record).layout;
+    const bool of_region = layouts_.is_known(slot) && layouts_.in(slot)->layout.is_one_page();
+    if (state != State::Piece && !of_region) continue;
+    (state == State::Piece ? pieces : state == State::Zombie ? ended : runs).push_back(record);
+    apart.add(record);
+  }
+  std::stable_sort(runs.begin(), runs.end(), [&](uint32_t a, uint32_t b) { return extent_of(a).length > extent_of(b).length; });
+  const auto leave_free = [&](uint32_t record) REQUIRES(mutex_) {
+    if (const Control c = control(record); c.state() != State::Free)
+      index_.record(record).control.store(Control::make(c.generation() + 2, State::Free).word, std::memory_order_release);
+    index_.upkeep(record).link.store(blocks_.free_head);
+    blocks_.free_head = record;
+  };
+  const auto adopt_or_leave = [&](uint32_t record) REQUIRES(mutex_) {
+    if (!adopt_record(record, pieces_taken)) leave_free(record);
+  };
+  for (const uint32_t record : runs) adopt_or_leave(record);
+  for (uint32_t record = options_.max_blocks; record-- > 0;)
+    if (!apart.contains(record)) adopt_or_leave(record);
+  for (const uint32_t record : pieces)
+    if (!pieces_taken.contains(record) && !adopt_piece(record)) leave_free(record);
+  for (const uint32_t record : ended) adopt_or_leave(record);
 }
 
 void Store::adopt_sessions() {
@@ -241,7 +271,7 @@ void Store::adopt_sessions() {
 }
 
 // False if the record is FREE or cannot be kept.
-bool Store::adopt_record(uint32_t record) {
+bool Store::adopt_record(uint32_t record, RecordSet& pieces_taken) {
   const Control found = control(record);
   const Extent extent = extent_of(record);
   const Shape shape = shape_of(record);
@@ -250,9 +280,10 @@ bool Store::adopt_record(uint32_t record) {
   if (found.state() == State::Disk) return adopt_disk_record(record);
   const Layout* layout = layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
   if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens || shape.priority > kMaxPriority ||
-      (extent.length != layout->extent_bytes(shape.tokens) && !may_be_region(found.state(), *layout)) ||
-      !arena_.claim(extent, record))
+      (extent.length != layout->extent_bytes(shape.tokens) && !may_be_region(found.state(), *layout)))
     return false;
+  const bool may_be_apart = found.state() == State::Sealed || found.state() == State::Zombie;
+  if (extent.in_pieces() ? !may_be_apart || !claim_pieces(record, pieces_taken) : !arena_.claim(extent, record)) return false;
   layouts_.came(shape.layout);
   blocks_.records += 1;
   blocks_.used_bytes += extent.length;

@@ -39,7 +39,7 @@ uint64_t Store::charge(const Session& session) const {
 }
 
 // Beside all other sessions.
-Store::PinsLeft Store::left_for(const Session& session) const {
+PinsLeft Store::left_for(const Session& session) const {
   const uint64_t part = options_.capacity_bytes / kPageBytes / kParts;
   uint64_t users = 0, of_user = 0, pins = 0;
   for (auto& [id, other] : sessions_) {

@@ -10,6 +10,7 @@
 #include "core/base/checksum.h"
 #include "core/base/error.h"
 #include "core/base/futex.h"
+#include "core/store/pieces.h"
 #include "core/store/store.h"
 
 namespace kv {
@@ -67,10 +68,11 @@ std::optional<std::vector<uint8_t>> Store::read(const Key& key, uint64_t offset,
                 "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
   std::vector<uint8_t> out;
   bool good;
+  const std::vector<Extent> pieces = pieces_of(found.record);
   {
     Reading reading(*this, found.record);
     out.resize(std::min(length, layers - offset));  // zeroed outside the lock
-    good = pool_.read(found.extent.offset + offset, out.data(), out.size());
+    good = read_pieces(pool_, pieces, offset, out.data(), out.size());
   }
   if (!good) check_pool();
   if (!good) throw Error(Code::Fenced, "the pool's memory cannot be read");
@@ -88,13 +90,13 @@ std::optional<std::vector<uint8_t>> Store::read_at(Handle handle, uint64_t offse
   if (offset > layers)
     throw Error(Code::InvalidArgument,
                 "offset is " + std::to_string(offset) + ", the block has " + std::to_string(layers) + " bytes");
-  const uint64_t at = extent_of(handle.record).offset + offset;
+  const std::vector<Extent> pieces = pieces_of(handle.record);
   std::vector<uint8_t> out;
   bool good;
   {
     Reading reading(*this, handle.record);
     out.resize(std::min(length, layers - offset));
-    good = pool_.read(at, out.data(), out.size());
+    good = read_pieces(pool_, pieces, offset, out.data(), out.size());
   }
   if (!good) check_pool();
   if (!good) throw Error(Code::Fenced, "the pool's memory cannot be read");
@@ -166,15 +168,15 @@ void Store::write(Handle handle, uint64_t offset, std::span<const uint8_t> data)
 }
 
 // The checksums of a block's layers as its bytes are now. Empty if they cannot be read. Called without the lock.
-std::vector<uint32_t> Store::layer_checksums(const Layout& layout, Extent extent, uint32_t tokens) const {
+std::vector<uint32_t> Store::layer_checksums(const Layout& layout, std::span<const Extent> pieces, uint32_t tokens) const {
   std::vector<uint32_t> sums(layout.num_layers());
   std::vector<uint8_t> buffer(kPiece);
   for (uint32_t layer = 0; layer < sums.size(); ++layer) {
-    const uint64_t begin = extent.offset + layout.layer_offset(layer, tokens);
+    const uint64_t begin = layout.layer_offset(layer, tokens);
     const uint64_t bytes = layout.layer_bytes(layer, tokens);
     for (uint64_t done = 0; done < bytes;) {
       const uint64_t piece = std::min(kPiece, bytes - done);
-      if (!pool_.read(begin + done, buffer.data(), piece)) return {};
+      if (!read_pieces(pool_, pieces, begin + done, buffer.data(), piece)) return {};
       sums[layer] = crc32c(buffer.data(), piece, sums[layer]);
       done += piece;
     }
@@ -182,31 +184,36 @@ std::vector<uint32_t> Store::layer_checksums(const Layout& layout, Extent extent
   return sums;
 }
 
+struct Store::Verdict {
+  uint64_t bytes;
+  bool known, corrupt;  // there were checksums to compare with; they did not match
+};
+
 // Verifies a sealed block, or computes its checksums where the writer did not; drops it if its bytes do not match. The lock is
 // let go meanwhile.
 Store::Verdict Store::verify_one(uint32_t record) {
   const Control before = control(record);
   const Shape shape = shape_of(record);
-  const Extent extent = extent_of(record);
+  const std::vector<Extent> pieces = pieces_of(record);
   const Layout layout = layout_of(shape.layout);
-  const uint64_t where = extent.offset + layout.checksums_offset(shape.tokens);
+  const uint64_t where = layout.checksums_offset(shape.tokens);
   const bool known = before.flags() & kFlagChecksummed;
   bool good = true;
   std::vector<uint32_t> sums;
   {
     Reading reading(*this, record);
-    sums = layer_checksums(layout, extent, shape.tokens);
+    sums = layer_checksums(layout, pieces, shape.tokens);
     std::vector<uint32_t> stored(sums.size());
     if (sums.empty())
       good = false;
     else if (known)
-      good = pool_.read(where, stored.data(), 4 * stored.size()) && stored == sums;
+      good = read_pieces(pool_, pieces, where, stored.data(), 4 * stored.size()) && stored == sums;
   }
   const Verdict verdict{layout.layers_bytes(shape.tokens), known, false};
   if (control(record).generation() != before.generation()) return verdict;  // it went meanwhile
   // Under the lock, and not behind the back of a write that has begun meanwhile: the file's header has a checksum of these bytes.
   if (good && !known && !(control(record).flags() & kFlagQueued)) {
-    good = pool_.write(where, sums.data(), 4 * sums.size());
+    good = write_pieces(pool_, pieces, where, sums.data(), 4 * sums.size());
     if (good) set_flags(record, kFlagChecksummed, 0);
   }
   if (good) return verdict;

@@ -89,6 +89,7 @@ std::optional<WriteJob> Store::begin_write() {
   return WriteJob{{record, now.generation()},
                   key_of(record),
                   extent_of(record),
+                  pieces_of(record),
                   shape_of(record),
                   u.fingerprint.load(std::memory_order_relaxed),
                   u.created_s.load(std::memory_order_relaxed),

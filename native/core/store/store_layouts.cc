@@ -62,8 +62,9 @@ uint32_t Store::register_layout(std::span<const uint8_t> blob, uint32_t session)
 void Store::evict_layout(uint32_t slot) {
   for (uint32_t record = 0; record < index_.max_blocks() && layouts_.blocks(slot); ++record) {
     if (record % kRecordsInASlice == kRecordsInASlice - 1) scan_zombies(), mutex_.give_way();
-    if (control(record).state() != State::Sealed || shape_of(record).layout != slot) continue;
-    to_zombie(record, Event::Evict);
+    const uint32_t block = block_of(record);  // a piece has the layout of its region
+    if (shape_of(record).layout != slot || control(block).state() != State::Sealed) continue;
+    to_zombie(block, Event::Evict);
     counters_.evictions += 1;
   }
   scan_zombies();

@@ -3,9 +3,24 @@
 #include <algorithm>
 
 #include "core/base/error.h"
+#include "core/store/each_piece.h"
 #include "core/store/each_pin.h"
 
 namespace kv {
+namespace {
+
+void expect(bool good, const std::string& what) {
+  if (!good) throw Error(Code::Integrity, what);
+}
+
+void check_apart(std::vector<Extent> extents, uint64_t frontier) {
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < extents.size(); ++i)
+    expect(extents[i - 1].end() <= extents[i].offset, "extents overlap at " + std::to_string(extents[i].offset));
+  expect(extents.empty() || extents.back().end() <= frontier, "an extent reaches over the frontier");
+}
+
+}  // namespace
 
 // What the sessions hold is counted first, in slices; all else is of one moment.
 Stats Store::stats() {
@@ -26,7 +41,8 @@ Stats Store::stats() {
   s.quarantined = blocks_.quarantined;
   s.on_disk = disk_.blocks.size();
   s.pending_writes = disk_.writes.size();
-  s.blocks = blocks_.records - blocks_.created - blocks_.quarantined - s.zombies - s.on_disk - disk_.tombstones.size();
+  s.blocks =
+      blocks_.records - blocks_.created - blocks_.quarantined - s.zombies - s.on_disk - disk_.tombstones.size() - blocks_.pieces;
   s.max_blocks = options_.max_blocks;
   s.epoch = index_.header().epoch.load(std::memory_order_relaxed);
   s.longest_hold_ns = mutex_.holds().longest_ns, s.long_holds = mutex_.holds().count_over;
@@ -82,7 +98,8 @@ std::vector<Description> Store::list(uint32_t& next, uint32_t limit, std::span<c
     while (out.size() < limit && next < end) {
       const uint32_t record = next++;
       const Control c = control(record);
-      if (c.state() == State::Free || (c.state() == State::Disk && c.flags() & kFlagDeleted)) continue;
+      if (c.state() == State::Free || c.state() == State::Piece || (c.state() == State::Disk && c.flags() & kFlagDeleted))
+        continue;
       if (min_uses > 0 && (c.state() != State::Sealed || uses(record) < min_uses)) continue;
       const Key key = key_of(record);
       if (!std::equal(key_prefix.begin(), key_prefix.end(), reinterpret_cast<const uint8_t*>(&key))) continue;
@@ -99,14 +116,10 @@ std::vector<Description> Store::list(uint32_t& next, uint32_t limit, std::span<c
 void Store::check_integrity() {
   const BuriedSessions::Rites after(buried_);
   const Lock lock(mutex_);
-  reap_in_slices();
-  scan_zombies(true);
+  reap_in_slices(), scan_zombies(true);
   arena_.check_integrity();
-  auto expect = [](bool good, const std::string& what) {
-    if (!good) throw Error(Code::Integrity, what);
-  };
   uint64_t used = 0, records = 0, sealed = 0, created = 0, quarantined = 0, zombies = 0, unsealed = 0, on_disk = 0,
-           tombstones = 0;
+           tombstones = 0, pieces = 0, apart = 0;
   std::vector<uint64_t> of_layout(layouts_.size()), of_layout_on_disk(layouts_.size());
   std::vector<Extent> extents;
   for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
@@ -114,7 +127,8 @@ void Store::check_integrity() {
     const std::string here = "record " + std::to_string(record) + " (" + std::string(kv::name(state)) + ")";
     expect((index_.record(record).sequence.load() & 1) == 0, here + " has an odd sequence");
     const bool tombstone = state == State::Disk && control(record).flags() & kFlagDeleted;
-    const uint32_t indexed = state == State::Free ? Index::kAbsent : index_.find_exclusive(key_of(record));
+    const uint32_t indexed =
+        state == State::Free || state == State::Piece ? Index::kAbsent : index_.find_exclusive(key_of(record));
     expect((indexed == record) == (state == State::Sealed || state == State::Created || (state == State::Disk && !tombstone)),
            here + " is wrongly indexed");
     if (state == State::Free) continue;
@@ -128,25 +142,24 @@ void Store::check_integrity() {
              here + " remembers no file");
       continue;
     }
-    if (state == State::Disk) {
-      on_disk += 1;
-      expect(disk_.blocks.contains(0, record), here + " is in no queue");
-      continue;
-    }
+    on_disk += state == State::Disk, pieces += state == State::Piece;
+    if (state == State::Disk) expect(disk_.blocks.contains(0, record), here + " is in no queue");
+    if (state == State::Piece) expect(is_of_block(record), here + " has no block, or not its memory");
+    if (state == State::Disk || state == State::Piece) continue;
     const bool queued = control(record).flags() & kFlagQueued;
     expect(queued == (disk_.writes.contains(rank(record), record) || own_pins_.contains(record)) || own_pins_.contains(record),
            here + " is wrongly queued for the disk");
     used += extent_of(record).length;
-    extents.push_back(extent_of(record));
+    each_piece(record, [&](uint32_t piece, Extent extent) REQUIRES(mutex_) {
+      expect(block_of(piece) == record, here + " has a piece of another's");
+      extents.push_back(extent), apart += piece != record;
+    });
     sealed += state == State::Sealed, created += state == State::Created;
     quarantined += state == State::Quarantined, zombies += state == State::Zombie;
     expect((state == State::Sealed) == (policy_.contains(class_of(record), record) || is_parked(record)),
            here + " is wrongly queued for eviction");
   }
-  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
-  for (size_t i = 1; i < extents.size(); ++i)
-    expect(extents[i - 1].end() <= extents[i].offset, "extents overlap at " + std::to_string(extents[i].offset));
-  expect(extents.empty() || extents.back().end() <= pool_.frontier(), "an extent reaches over the frontier");
+  check_apart(std::move(extents), pool_.frontier());
   for (auto& [id, session] : sessions_) {
     for (size_t i = 0; i < session->unsealed.size(); ++i) {
       const uint32_t record = session->unsealed[i];
@@ -158,7 +171,8 @@ void Store::check_integrity() {
   expect(used == blocks_.used_bytes,
          "used_bytes is " + std::to_string(blocks_.used_bytes) + ", the blocks hold " + std::to_string(used));
   expect(records == blocks_.records && on_disk == disk_.blocks.size() && tombstones == disk_.tombstones.size() &&
-             created == blocks_.created && quarantined == blocks_.quarantined && zombies == pins_.zombies.size(),
+             pieces == blocks_.pieces && apart == pieces && created == blocks_.created && quarantined == blocks_.quarantined &&
+             zombies == pins_.zombies.size(),
          "a count of records is wrong");
   expect(policy_.size() + pins_.parked.size() == sealed, "the eviction queues hold " +
                                                              std::to_string(policy_.size() + pins_.parked.size()) + " of " +

@@ -68,6 +68,7 @@ std::optional<ReadJob> Store::begin_read(const Key& key, bool* crowded) {
   const Upkeep& u = index_.upkeep(found.record);
   return ReadJob{{found.record, now.generation()},
                  found.extent,
+                 pieces_of(found.record),
                  found.shape,
                  u.fingerprint.load(std::memory_order_relaxed),
                  found.expiry_s,

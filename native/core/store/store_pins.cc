@@ -87,7 +87,9 @@ void Store::scan_zombies(bool all) {
     } else if (asked.contains(record)) {
       asked.remove(record);
       pins_.remove_zombie(at);
+      const bool apart = extent_of(record).in_pieces();
       free_zombie(record);
+      if (apart && slice.over_now()) mutex_.give_way(), slice.again(), at = std::max(at, pins_.held_zombies);
     } else {
       std::swap(pins_.zombies[at++], pins_.zombies[pins_.held_zombies++]);
     }

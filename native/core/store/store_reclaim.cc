@@ -58,10 +58,7 @@ void Store::leave_queue(uint32_t record) {
 }
 
 void Store::free_zombie(uint32_t record) {
-  const Extent extent = extent_of(record);
-  arena_.release(extent, record);
-  blocks_.used_bytes -= extent.length;
-  room_.chances += 1;
+  release_memory(record);
   if (!demote(record)) free_record(record, Event::LastPinGone);
 }
 
@@ -137,7 +134,7 @@ void Store::make_room(uint64_t length, size_t count, bool last_look) {
   } else if (any.score < least.score) {
     // Where the least valuable block of all lies, a slab may be cheaper than what it would hold. Looking around it costs a few
     // slabs.
-    const uint64_t at = extent_of(any.record).offset;
+    const uint64_t at = pieces_of(any.record)[0].offset;
     const double worth = least.score * static_cast<double>(slab / size_class * size_class);
     taken = evict_cheapest_run(arena_.pieces(true, at - std::min(at, slab), at + slab), slab, worth).has_value();
   }
@@ -216,7 +213,7 @@ Tried Store::try_victims(std::optional<uint64_t> size_class, size_t count, size_
   // Each step touches memory that is not in any cache: all misses of a step together.
   for (uint32_t victim : victims) {
     index_.prefetch_erase(victim);
-    arena_.prefetch(extent_of(victim));
+    if (const Extent extent = extent_of(victim); !extent.in_pieces()) arena_.prefetch(extent);
     __builtin_prefetch(&progress_[victim], 1);
   }
   for (uint32_t victim : victims) to_zombie(victim, Event::Evict);
@@ -232,10 +229,20 @@ std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>&
   std::vector<double> costs;
   for (const Arena::Piece& piece : pieces) {
     double cost = 0;
-    for (uint32_t record : piece.records) {
+    std::vector<uint32_t> apart;  // all of such a block goes, for whichever of its pieces, and is counted once here
+    for (const uint32_t held : piece.records) {
+      const uint32_t record = block_of(held);
       const bool evictable = control(record).state() == State::Sealed && !poor.contains(record);
-      cost += evictable ? worth(record) * static_cast<double>(extent_of(record).length) : INFINITY;
+      if (!evictable) cost = INFINITY;
+      if (std::isinf(cost)) break;
+      if (record != held)
+        apart.push_back(record);
+      else
+        cost += worth(record) * static_cast<double>(extent_of(record).length);
     }
+    std::sort(apart.begin(), apart.end());
+    apart.erase(std::unique(apart.begin(), apart.end()), apart.end());
+    for (const uint32_t record : apart) cost += worth(record) * static_cast<double>(extent_of(record).length);
     costs.push_back(cost);
   }
   double best = limit;
@@ -264,8 +271,8 @@ std::optional<Extent> Store::evict_cheapest_run(const std::vector<Arena::Piece>&
   }
   if (run.second == 0) return std::nullopt;
   for (size_t i = run.first; i < run.second; ++i)
-    for (uint32_t record : pieces[i].records)
-      if (control(record).state() == State::Sealed) {  // one that spans two pieces has gone with the first
+    for (const uint32_t held : pieces[i].records)
+      if (const uint32_t record = block_of(held); control(record).state() == State::Sealed) {  // else it has gone already
         to_zombie(record, Event::Evict);
         counters_.evictions += 1;
       }

@@ -2,12 +2,14 @@
 //
 // A region is a set of runs: CREATED records of one session, with one number as their fingerprint, each cut in pages by the
 // arena. A block published out of it takes a part of one run: what is left of that stays a run, or two. So a published block is a
-// block as any other, with an extent of its own: found, read, written to disk, evicted, adopted. Given back, it becomes a run
-// again, and one with the runs beside it. What is inside a run nobody but its client knows; when the session ends, runs are
-// quarantined as any block that was not sealed.
+// block as any other, with an extent of its own: found, read, written to disk, evicted, adopted. A block whose buffers lie apart
+// takes a part for each of its pieces (store_pieces.cc). Given back, its memory becomes runs again, and one with the runs beside
+// it. What is inside a run nobody but its client knows; when the session ends, runs are quarantined as any block that was not
+// sealed.
 //
 // Invariant: at any moment each page of a region belongs to one record, and to the same one in the table and in the arena.
 
+#include <algorithm>
 #include <map>
 
 #include "core/base/atomics.h"
@@ -19,16 +21,38 @@
 namespace kv {
 namespace {
 constexpr size_t kBlocksOfASlice = 256;
+
+// Whoever reads one goes by its layout; and what stands behind its layers, which is small, is read in one piece.
+void check_item(const Publish& item, const Layout& layout, uint64_t capacity) {
+  const uint32_t tokens = item.wanted.tokens;
+  if (tokens == 0 || tokens > layout.block_tokens || item.wanted.base_position > kMaxBasePosition || item.offset % kPageBytes ||
+      item.offset > capacity)
+    throw Error(Code::InvalidArgument, "a block of " + std::to_string(tokens) + " tokens at " + std::to_string(item.offset) +
+                                           " cannot be: its layout has 1 to " + std::to_string(layout.block_tokens) +
+                                           " tokens, memory has pages of " + std::to_string(kPageBytes));
+  if (item.pieces.empty()) return;
+  const uint64_t length = layout.extent_bytes(tokens), layers = layout.layers_bytes(tokens);
+  uint64_t bytes = 0;
+  bool good = item.pieces.size() <= kMaxPieces;
+  for (const Extent& piece : item.pieces) {
+    good = good && piece.length > 0 && piece.length <= capacity && piece.offset <= capacity - piece.length;
+    bytes += piece.length;
+  }
+  std::vector<Extent> sorted = item.pieces;
+  std::sort(sorted.begin(), sorted.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < sorted.size(); ++i) good = good && sorted[i - 1].end() <= sorted[i].offset;
+  if (!good || bytes != length || length - item.pieces.back().length > layers)
+    throw Error(Code::InvalidArgument, std::to_string(item.pieces.size()) + " pieces of " + std::to_string(bytes) +
+                                           " bytes cannot be a block of " + std::to_string(tokens) +
+                                           " tokens: they must be at most " + std::to_string(kMaxPieces) +
+                                           ", inside the pool and apart, " + std::to_string(length) +
+                                           " bytes, and the last has all from byte " + std::to_string(layers) + " on");
+}
 }  // namespace
 
-// For a block and for what is left behind it.
-bool Store::has_two_records() {
-  auto two = [&]() REQUIRES(mutex_) {
-    return blocks_.free_head != Index::kAbsent &&
-           index_.upkeep(blocks_.free_head).link.load(std::memory_order_relaxed) != Index::kAbsent;
-  };
-  for (int tries = 0; tries < 2 && !two() && disk_.spare_records(); ++tries) free_spare_record();
-  return two();
+bool Store::has_records(uint64_t count) {
+  while (index_.max_blocks() - blocks_.records < count && disk_.spare_records()) free_spare_record();
+  return index_.max_blocks() - blocks_.records >= count;
 }
 
 bool Store::is_open_run(uint32_t record, uint32_t owner) {
@@ -70,53 +94,83 @@ void Store::undo_entry(uint32_t record, bool indexed) {
   free_record(record, Event::LastPinGone);
 }
 
+// Takes `part` out of the run that it lies in, for the record `to`, which is entered already. What is left on the longer side
+// stays that run: each page of the other changes hands, with the lock held. False: what is left could not be entered, and nothing
+// was changed.
+bool Store::carve(Extent part, uint32_t to, const Key& rest, Session& owner, double now, RegionChange& out) {
+  const uint32_t run = arena_.holder(part);
+  const Extent before = extent_of(run);
+  const Extent left{before.offset, part.offset - before.offset}, right{part.end(), before.end() - part.end()};
+  const auto& [shorter, longer] = std::minmax(left, right, [](const Extent& a, const Extent& b) { return a.length < b.length; });
+  if (shorter.length) {
+    const Shape shape = shape_of(run);
+    const uint32_t opened = blocks_.free_head;
+    const CreateRequest same{owner.id, 0, shape.priority, 0, {}};
+    const CreateItem item{
+        .key = rest, .fingerprint = index_.upkeep(run).fingerprint.load(std::memory_order_relaxed), .tokens = shape.tokens};
+    if (index_.find_exclusive(rest) != Index::kAbsent) return false;
+    if (!enter(same, item, shape.layout, shorter, Index::kAbsent, now)) return undo_entry(opened, false), false;
+    index_.insert_contents(opened);
+    add_unsealed(owner, opened);
+    arena_.hand_over(shorter, run, opened);
+    out.opened.push_back({opened, control(opened).generation()});
+  }
+  arena_.hand_over(part, run, to);
+  if (longer.length) {
+    move_run(run, longer);
+    blocks_.used_bytes -= before.length - longer.length;
+  } else {
+    out.ended.push_back({run, control(run).generation()});
+    end_run(owner, run);  // takes off what it had
+  }
+  return true;
+}
+
+bool Store::is_in_open_run(Extent part, uint32_t owner) {
+  const uint32_t run = arena_.holder(part);
+  if (!is_open_run(run, owner)) return false;
+  const Extent there = extent_of(run);
+  return part.offset >= there.offset && part.end() <= there.end();  // its slot may be longer than it is
+}
+
 RegionChange Store::publish_one(const CreateRequest& request, const Publish& item, const KnownLayout& known, Session& owner,
                                 double now) {
   Granted said;
-  auto refused = [&] { return RegionChange{.status = static_cast<uint8_t>(said.status)}; };
-  const Extent run{item.offset, known.layout.extent_bytes(item.wanted.tokens)};
-  const uint32_t whole = arena_.holder(run);
+  RegionChange out;
   uint32_t found;
-  if (!has_two_records() || !is_claimable(item.wanted.key, now, said, found) || !is_open_run(whole, request.owner) ||
-      index_.find_exclusive(item.rest) != Index::kAbsent || item.rest == item.wanted.key)
-    return refused();
-  const Extent before = extent_of(whole);
-  if (run.offset < before.offset || run.end() > before.end()) return refused();  // its slot may be longer than it is
-  const Extent left{before.offset, run.offset - before.offset}, right{run.end(), before.end() - run.end()};
-  const uint64_t region = index_.upkeep(whole).fingerprint.load(std::memory_order_relaxed);
-  const Shape shape = shape_of(whole);
-  const uint32_t block = blocks_.free_head;
-  if (!enter(request, item.wanted, layout_slot(known.id), run, found, now)) return undo_entry(block, false), refused();
-  RegionChange out{.status = static_cast<uint8_t>(Grant::Granted)};
-  // What is left on the longer side stays this record's: each page of the other changes hands, with the lock held.
-  const auto& [shorter, longer] = std::minmax(left, right, [](const Extent& a, const Extent& b) { return a.length < b.length; });
-  if (shorter.length) {
-    const uint32_t rest = blocks_.free_head;
-    const CreateRequest same{request.owner, 0, shape.priority, 0, {}};
-    const CreateItem part{.key = item.rest, .fingerprint = region, .tokens = shape.tokens};
-    if (!enter(same, part, shape.layout, shorter, Index::kAbsent, now))
-      return undo_entry(rest, false), undo_entry(block, true), refused();
-    index_.insert_contents(rest);
-    add_unsealed(owner, rest);
-    arena_.hand_over(shorter, whole, rest);
-    out.opened = {rest, control(rest).generation()};
-  }
-  arena_.hand_over(run, whole, block);
-  blocks_.used_bytes -= before.length;
-  if (!longer.length) {
-    out.ended = {whole, control(whole).generation()};
-    blocks_.used_bytes += before.length;
-    end_run(owner, whole);
+  const uint64_t length = known.layout.extent_bytes(item.wanted.tokens);
+  const std::vector<Extent> pieces = item.pieces.empty() ? std::vector<Extent>{{item.offset, length}} : item.pieces;
+  const auto open = [&](const Extent& piece) REQUIRES(mutex_) { return is_in_open_run(piece, request.owner); };
+  bool good = std::all_of(pieces.begin(), pieces.end(), open) && is_claimable(item.wanted.key, now, said, found) &&
+              item.rest != item.wanted.key && has_records(2 * pieces.size() + 1);  // the last, for it forgets files
+  out.status = static_cast<uint8_t>(said.status);
+  if (!good) return out;
+  found = index_.find_exclusive(item.wanted.key);  // its file may be forgotten, too
+  uint32_t block;
+  if (pieces.size() == 1) {
+    block = blocks_.free_head;
+    if (!enter(request, item.wanted, layout_slot(known.id), pieces[0], found, now)) return undo_entry(block, false), out;
+    if (!carve(pieces[0], block, item.rest, owner, now, out)) return undo_entry(block, true), out;
   } else {
-    move_run(whole, longer);
-    blocks_.used_bytes += extent_of(whole).length;
+    const std::optional<uint32_t> first = carve_pieces(pieces, item.rest, owner, now, out);
+    if (!first) return out;
+    block = blocks_.free_head;
+    name_block(*first, block);
+    const Extent extent = Extent::in_pieces_from(*first, length);
+    const bool free = index_.find_exclusive(item.wanted.key) == found;  // or what is left of the region has its key
+    if (!free || !enter(request, item.wanted, layout_slot(known.id), extent, found, now)) {
+      if (free) undo_entry(block, false);
+      return_pieces(*first, item.rest, owner, out);
+      return out;
+    }
   }
   index_.insert_contents(block);
   add_unsealed(owner, block);
+  out.status = static_cast<uint8_t>(Grant::Granted);
   out.block = {block, control(block).generation()};
   counters_.creates += 1;
   seal_one(request.owner, {out.block, item.checksummed});
-  fresh_.add(out.block, run.length, monotonic_ns(), options_.capacity_bytes / 2);  // until its owner has pinned it
+  fresh_.add(out.block, length, monotonic_ns(), options_.capacity_bytes / 2);  // until its owner has pinned it
   if (anybody_waits()) futex_wake_all(progress_[block]);
   return out;
 }
@@ -133,13 +187,7 @@ std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span
   check_pool();
   Session* owner = &session_of(request.owner);
   const LayoutTable::Known known = layouts_.by_id(request.layout);
-  for (const Publish& item : items)
-    if (item.wanted.tokens == 0 || item.wanted.tokens > known->layout.block_tokens ||
-        item.wanted.base_position > kMaxBasePosition || item.offset % kPageBytes || item.offset > pool_.capacity())
-      throw Error(Code::InvalidArgument, "a block of " + std::to_string(item.wanted.tokens) + " tokens at " +
-                                             std::to_string(item.offset) + " cannot be: its layout has 1 to " +
-                                             std::to_string(known->layout.block_tokens) + " tokens, memory has pages of " +
-                                             std::to_string(kPageBytes));
+  for (const Publish& item : items) check_item(item, known->layout, pool_.capacity());
   std::vector<RegionChange> out(items.size(), RegionChange{.status = static_cast<uint8_t>(Grant::NoSpace)});
   double now = use_now();
   Slice slice(kBlocksOfASlice, 1);
@@ -170,51 +218,64 @@ RecordSet Store::held_by_others(uint32_t owner) {
   return held;
 }
 
-// Of a zombie that nobody holds: its memory goes to the run before it, to the one behind, or becomes one.
-RegionChange Store::take_one(const CreateRequest& request, const TakeBack& item, uint32_t layout_slot, Session& owner) {
+// Memory of `from`, which keeps its count, becomes part of the run before it, of the one behind, or of both, which are one then.
+// False: it touches none.
+bool Store::join_runs(Extent part, uint32_t from, uint64_t region, Session& owner, RegionChange& out) {
+  const uint32_t before = part.offset ? run_at(part.offset - kPageBytes, owner.id, region) : Arena::kNobody;
+  const uint32_t behind = run_at(part.end(), owner.id, region);
+  uint32_t into = before != Arena::kNobody ? before : behind;
+  if (into == Arena::kNobody) return false;
+  uint32_t last = into == before ? behind : Arena::kNobody;
+  if (last != Arena::kNobody && extent_of(last).length > extent_of(into).length) std::swap(into, last);  // the fewer change hands
+  Extent whole = part;
+  const auto with = [&](const Extent& there) { whole = {std::min(whole.offset, there.offset), whole.length + there.length}; };
+  with(extent_of(into));
+  arena_.hand_over(part, from, into);
+  blocks_.used_bytes += part.length;
+  if (last == Arena::kNobody) return move_run(into, whole), true;
+  const Extent there = extent_of(last);
+  with(there);
+  arena_.hand_over(there, last, into);
+  blocks_.used_bytes += there.length;  // end_run() takes it off
+  move_run(into, whole);
+  out.ended.push_back({last, control(last).generation()});
+  end_run(owner, last);
+  return true;
+}
+
+bool Store::open_run(Extent part, uint32_t from, const TakeBack& item, uint32_t layout_slot, Session& owner, RegionChange& out) {
+  if (!has_records(1) || index_.find_exclusive(item.key) != Index::kAbsent) return false;
+  const uint32_t run = blocks_.free_head;
+  const CreateRequest request{owner.id, 0, kDefaultPriority, 0, {}};
+  const CreateItem wanted{.key = item.key, .fingerprint = item.region, .tokens = 1};
+  if (!enter(request, wanted, layout_slot, part, Index::kAbsent, use_now())) return undo_entry(run, false), false;
+  index_.insert_contents(run);
+  add_unsealed(owner, run);
+  out.opened.push_back({run, control(run).generation()});
+  arena_.hand_over(part, from, run);
+  return true;
+}
+
+// Of a zombie that nobody holds.
+RegionChange Store::take_one(const TakeBack& item, uint32_t layout_slot, Session& owner) {
   RegionChange out{.status = static_cast<uint8_t>(Back::Held)};
   const uint32_t record = item.block.record;
   const Control now = control(record);
   if (now.state() != State::Zombie || now.generation() != item.block.generation + 1)  // it went while the lock was given away
     return {.status = static_cast<uint8_t>(Back::Gone)};
   const Extent extent = extent_of(record);
-  const uint32_t before = extent.offset ? run_at(extent.offset - kPageBytes, owner.id, item.region) : Arena::kNobody;
-  const uint32_t behind = run_at(extent.end(), owner.id, item.region);
-  uint32_t into = before != Arena::kNobody ? before : behind;
-  if (into == Arena::kNobody) {
-    if (!has_two_records() || index_.find_exclusive(item.key) != Index::kAbsent) return out;
-    into = blocks_.free_head;
-    const CreateItem run{.key = item.key, .fingerprint = item.region, .tokens = 1};
-    if (!enter(request, run, layout_slot, extent, Index::kAbsent, use_now())) return undo_entry(into, false), out;
-    index_.insert_contents(into);
-    add_unsealed(owner, into);
-    out.opened = {into, control(into).generation()};
-    arena_.hand_over(extent, record, into);
-    blocks_.used_bytes -= extent.length;
-  } else {
-    if (before != Arena::kNobody && behind != Arena::kNobody) {
-      uint32_t last = behind;
-      if (extent_of(last).length > extent_of(into).length) std::swap(into, last);  // the fewer pages change hands
-      const Extent there = extent_of(last);
-      arena_.hand_over(there, last, into);
-      blocks_.used_bytes += there.length;  // end_run() takes it off
-      out.ended = {last, control(last).generation()};
-      end_run(owner, last);
-      const Extent kept = extent_of(into);
-      arena_.hand_over(extent, record, into);
-      move_run(into, {std::min(there.offset, kept.offset), there.length + extent.length + kept.length});
-    } else {
-      const Extent there = extent_of(into);
-      arena_.hand_over(extent, record, into);
-      move_run(into, {std::min(there.offset, extent.offset), there.length + extent.length});
-    }
-  }
+  bool whole = true;
+  if (extent.in_pieces())
+    whole = return_pieces(static_cast<uint32_t>(extent.first_piece()), item.key, owner, out);
+  else if (!join_runs(extent, record, item.region, owner, out) && !open_run(extent, record, item, layout_slot, owner, out))
+    return out;
+  blocks_.used_bytes -= extent.length;
   const auto& zombies = pins_.zombies;
   const auto place = std::find_if(zombies.begin(), zombies.end(), [&](const Zombie& zombie) { return zombie.record == record; });
   KV_INVARIANT(place != zombies.end());
   pins_.remove_zombie(static_cast<size_t>(place - zombies.begin()));
   if (!demote(record)) free_record(record, Event::LastPinGone);
-  out.status = static_cast<uint8_t>(Back::Taken), out.block = item.block;
+  out.status = static_cast<uint8_t>(whole ? Back::Taken : Back::Gone), out.block = item.block;
   return out;
 }
 
@@ -244,15 +305,20 @@ std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, s
   const auto is_asked = [&](size_t i) { return out[i].status == static_cast<uint8_t>(Back::Held); };
   for (size_t i = 0; i < items.size(); ++i)
     if (is_asked(i)) pins_.asked.remove(items[i].block.record);
-  const CreateRequest request{owner_id, layout, kDefaultPriority, 0, {}};
-  Slice slice(kBlocksOfASlice, 1);  // nobody can pin what is a zombie already
+  size_t pieces = protocol::kMaxPiecesPerMessage;  // that may be told of in one answer
+  Slice slice(kBlocksOfASlice, 1);                 // nobody can pin what is a zombie already
   for (size_t i = 0; i < items.size(); ++i) {
     if (!is_asked(i) || held.contains(items[i].block.record)) continue;
     if (slice.over()) {
       mutex_.give_way(), slice.again();
       if (!(owner = still_there(owner_id, *known))) break;
     }
-    out[i] = take_one(request, items[i], layout_slot(known->id), *owner);
+    if (const uint32_t record = items[i].block.record; control(record).state() == State::Zombie) {
+      const size_t its = pieces_of(record).size();
+      if (its > pieces) continue;  // held: it is asked for again
+      pieces -= its;
+    }
+    out[i] = take_one(items[i], layout_slot(known->id), *owner);
   }
   return out;
 }

@@ -248,6 +248,11 @@ const char* kvs_region_refusal(const kvs_region* region, size_t i);
  * part of the region any more. Reads the layers, for their checksums. Asks the daemon. */
 kvs_status kvs_region_seal(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id, const uint64_t* offsets,
                            const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
+/* The same of blocks whose buffers lie apart, laid down as for kvs_region_put: all layers of each, and buffers and layers whole
+ * pages of 4096 bytes. Nothing is written here. KVS_REGION_NO_SPACE also from a daemon that is older. Asks the daemon. */
+kvs_status kvs_region_seal_pieces(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id,
+                                  const kvs_buffer_shape* shape, const kvs_buffer* buffers, const uint32_t* token_counts,
+                                  uint32_t priority, uint32_t ttl_s, uint8_t* results);
 /* Takes blocks that were sealed in place out of the store, one by one. results[0..count): a kvs_given_back each. Asks the
  * daemon. */
 typedef enum kvs_given_back {

@@ -228,6 +228,21 @@ class Region {
     if (status != KVS_OK) return detail::last(status);
     return results;
   }
+  // Blocks whose buffers lie apart, as for put(), in whole pages all.
+  Result<std::vector<std::uint8_t>> seal_pieces(std::span<const Key> keys, std::uint32_t layout_id, const BufferShape& shape,
+                                                std::span<const Buffer> buffers, const PutOptions& options = {}) {
+    const std::size_t each = std::size_t{shape.sizes[0]} * shape.sizes[1] * shape.sizes[2];
+    if (buffers.size() != each * keys.size() || (!options.token_counts.empty() && options.token_counts.size() != keys.size()))
+      return Error{KVS_INVALID_ARGUMENT, std::to_string(buffers.size()) + " buffers and " +
+                                             std::to_string(options.token_counts.size()) + " token counts for " +
+                                             std::to_string(keys.size()) + " blocks of " + std::to_string(each)};
+    std::vector<std::uint8_t> results(keys.size());
+    const std::uint32_t* counts = options.token_counts.empty() ? nullptr : options.token_counts.data();
+    const kvs_status status = kvs_region_seal_pieces(get(), keys.data(), keys.size(), layout_id, &shape, buffers.data(), counts,
+                                                     options.priority, options.ttl_s, results.data());
+    if (status != KVS_OK) return detail::last(status);
+    return results;
+  }
   // A kvs_given_back each.
   Result<std::vector<std::uint8_t>> give_back(std::span<const Key> keys) {
     std::vector<std::uint8_t> results(keys.size());

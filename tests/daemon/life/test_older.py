@@ -64,17 +64,21 @@ EXPECTED = ("granted", HIT, "miss", "Unavailable", "Detached", "BlockLost")
 
 @pytest.fixture(scope="session")
 def older() -> Path:
-    """The earlier tree, built."""
-    tree = ROOT / "build/older" / OLDER
+    return built(OLDER)
+
+
+def built(commit: str) -> Path:
+    """The tree of that commit, built."""
+    tree = ROOT / "build/older" / commit
     tree.mkdir(parents=True, exist_ok=True)
     with open(tree.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (tree / "built").exists():
-            look = ["git", "cat-file", "-e", f"{OLDER}^{{commit}}"]
+            look = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
             if subprocess.run(look, cwd=ROOT, capture_output=True).returncode:
-                pytest.skip(f"this clone has no commit {OLDER}: it is shallow")
+                pytest.skip(f"this clone has no commit {commit}: it is shallow")
             archive = subprocess.Popen(
-                ["git", "archive", OLDER, *PARTS], cwd=ROOT, stdout=subprocess.PIPE
+                ["git", "archive", commit, *PARTS], cwd=ROOT, stdout=subprocess.PIPE
             )
             with tarfile.open(fileobj=archive.stdout, mode="r|") as files:
                 files.extractall(tree, filter="data")
@@ -202,7 +206,7 @@ def test_what_an_old_client_would_misread_is_refused_to_it_and_named(daemon, cli
         here.register_layout(Layout(1, 1, 16, "float16", 2 + number))
     late = client("old", kvstored)
     assert late.attached.startswith("IncompatibleVersion")
-    assert "version 2 of the session protocol" in late.attached and "versions 4 to 4" in late.attached
+    assert "version 2 of the session protocol" in late.attached and "versions 4 to 5" in late.attached
     assert client("new", kvstored).attached == "attached"
 
 

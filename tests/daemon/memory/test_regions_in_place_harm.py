@@ -7,12 +7,17 @@ forked while a thread has the region's lock; Python and C.
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 import kvclient
+from kvclient.errors import InvalidArgument
 from tests.conformance.c_region import CRegionClient
+from tests.conftest import ROOT
+from tests.daemon.memory import test_regions_pieces as pieces
 from tests.daemon.memory.test_regions import LAYERS, held, key, noise, told
 from tests.daemon.memory.test_regions_in_place import BLOB, SLOT, TOKENS
 
@@ -112,7 +117,7 @@ def test_a_child_ends_though_a_thread_of_its_parent_was_sealing(daemon, wait_unt
     region.array[:] = 7
     os.kill(kvstored.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, kvstored.pid, os.WSTOPPED)
-    thread = threading.Thread(target=region._native.seal, args=(layout, [key(1)], [0], [TOKENS], 35, 0))
+    thread = threading.Thread(target=region._native.seal, args=(layout, [key(1)], [0], [TOKENS], [[]], 35, 0))
     thread.start()
     try:
         wait_until(lambda: region.array[SLOT - 1] == 0, "the thread has the lock and wrote behind the layers")
@@ -127,3 +132,42 @@ def test_a_child_ends_though_a_thread_of_its_parent_was_sealing(daemon, wait_unt
         thread.join()
     assert held(client, key(1)) == told(region, place[0])
     region.close()
+
+
+WITHOUT_ROOM = """
+import resource, sys, kvclient
+from pathlib import Path
+client = kvclient.connect(sys.argv[1])
+block = client.get([bytes.fromhex(sys.argv[2])])[0]
+used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (int(used.split()[1]) << 10, -1))
+try:
+    memoryview(block)
+except MemoryError:
+    print("MemoryError")
+"""
+
+
+def test_where_there_is_no_room_to_map_it_says_so(daemon):
+    started = daemon("128MiB", ("--max-blocks", "32768"))
+    client = started.connect()
+    layout = client.register_layout(pieces.LARGE)
+    with client.register_region(600 * pieces.LARGE_PIECE) as region:
+        place = pieces.apart([5, 3, 20, 11, 40, 41]) // pieces.PAGE * pieces.LARGE_PIECE
+        assert pieces.seal("python", region, [key(1)], layout, place) == [True]
+        program = [sys.executable, "-c", WITHOUT_ROOM, str(started.dir), key(1).hex()]
+        said = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+        assert (said.stdout, said.returncode) == ("MemoryError\n", 0), said.stderr
+
+
+def test_a_refused_call_costs_no_memory(daemon):
+    client = daemon("64MiB").connect()
+    layout = client.register_layout(pieces.BLOB)
+    with client.register_region(64 * pieces.PAGE) as region:
+        flat = [int(word) for word in pieces.apart([5, 3, 20, 11, 40, 41]).reshape(-1)]
+        used = []
+        for _ in range(20):
+            with pytest.raises(InvalidArgument, match="priority"):
+                region._native.seal(layout, [key(1)], [0], [pieces.TOKENS], [flat], 200, 0)
+            used.append(client.stats()["used_bytes"])
+        assert len(set(used)) == 1
