@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from kvclient.hf.streaming.files.index import BLOCK_BYTES, Part, Table
 from kvclient.hf.streaming.residency import NO_VOCABULARY, Vocabulary
 from kvclient.hf.streaming.weights.places import put
 from kvclient.hf.streaming.weights.vocabulary import ROWS_BYTES, input_of
+
+# A head of 1 GB is copied into memory that is touched for the first time: two processors are not too many.
+READERS, PIECE_BYTES = 2, 32 << 20
 
 
 @contextlib.contextmanager
@@ -139,7 +143,10 @@ def read(source: Source) -> torch.Tensor:
     """The tensor, of the source's shape, in memory that torch aligned: a product's last bits depend on it."""
     found = torch.empty(source.shape, dtype=getattr(torch, source.dtype))
     if source.length:
-        source.read_into(memoryview(found.view(-1).view(torch.uint8).numpy()))
+        memory = memoryview(found.view(-1).view(torch.uint8).numpy())
+        starts = range(0, source.length, PIECE_BYTES)
+        with ThreadPoolExecutor(min(READERS, len(starts)), "kvclient-reading") as readers:
+            list(readers.map(lambda at: source.read_into(memory[at : at + PIECE_BYTES], at), starts))
     return found
 
 

@@ -21,9 +21,11 @@ from kvclient.hf.streaming import (
     StreamingCausalLM,
     StreamingConfig,
     StreamingFailed,
+    frame,
     residency,
     streaming_stats,
 )
+from kvclient.hf.streaming.files.headers import Source
 from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, plan
 
@@ -288,3 +290,15 @@ def test_what_fails_behind_the_weights_ends_the_reading_too(checkpoint, tmp_path
     with pytest.raises((OSError, ValueError)):
         StreamingCausalLM.from_pretrained(tmp_path, PARTLY)
     assert not reading() - before
+
+
+@pytest.mark.parametrize("piece", [1, 7, 24, 1000])
+def test_a_tensor_that_is_read_in_pieces(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(frame, "PIECE_BYTES", piece)
+    want = torch.arange(60, dtype=torch.int32).view(5, 12)
+    (tmp_path / "file").write_bytes(b"head" + want.numpy().tobytes())
+    source = Source("a", tmp_path / "file", "int32", (5, 12), 4, 240)
+    assert torch.equal(frame.read(source), want)
+    (tmp_path / "file").write_bytes(b"head" + want.numpy().tobytes()[:-1])
+    with pytest.raises(InvalidArgument, match="ends inside of a"):
+        frame.read(source)
