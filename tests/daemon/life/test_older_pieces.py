@@ -14,9 +14,10 @@ import pytest
 
 import kvclient
 from kvclient import Layout
+from kvclient.client.region import Region
 from tests.daemon.life.test_older import built
 
-PROTOCOL_4 = "a23bf2e05b"
+PROTOCOL_4 = "4af9d12f6c"
 PAGE, LAYERS = 4096, 2
 LAYOUT = Layout(LAYERS, 2, 64, "float16", 16)  # K and V of a layer: a page each
 OLD_READER = """
@@ -41,7 +42,7 @@ def place() -> np.ndarray:
     return np.stack([at, np.full_like(at, PAGE)], -1)
 
 
-def filled(client: kvclient.KVClient) -> tuple[kvclient.client.Region, bytes]:
+def filled(client: kvclient.KVClient) -> tuple[Region, bytes]:
     """A region, and what layer 1 of a block there is."""
     region = client.register_region(16 * PAGE)
     region.array[:] = np.random.default_rng(5).integers(0, 256, region.length, np.uint8)
