@@ -57,6 +57,7 @@ class Entry:
     arrived: int = 0
     filled: int = 0
     whole: bool = False  # its prompt is not cut into pieces
+    searched: bool = False  # reuse inside of it is looked for, in one piece: so it is one if it is alone
 
     @property
     def left(self) -> int:
@@ -145,13 +146,19 @@ class Scheduler:
         """Tokens whose KV the requests hold."""
         return sum(entry.held for entry in (*self._filling, *self._running))
 
-    def submit(self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None) -> Entry:
-        """most_tokens: that it holds at a time, where that has a bound of its own. Raises QueueFull."""
+    def submit(
+        self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None,
+        searched: bool = False,
+    ) -> Entry:  # fmt: skip
+        """most_tokens: that it holds at a time, where that has a bound of its own. searched: as Entry has it.
+        Raises QueueFull.
+        """
         if (count := sum(not entry.preempted for entry in self._waiting)) >= self.limits.max_queue:
             raise QueueFull(f"{count} requests wait already, {self.limits.max_queue} may")
         self._arrivals += 1
         deadline = self._now() + self.limits.timeout_s
-        entry = Entry(job, prompt_tokens, new_tokens, deadline, most_tokens, arrived=self._arrivals)
+        entry = Entry(job, prompt_tokens, new_tokens, deadline, most_tokens)
+        entry.arrived, entry.searched = self._arrivals, searched
         self._waiting.append(entry)
         return entry
 
@@ -187,7 +194,7 @@ class Scheduler:
         entry = min(self._filling, key=lambda e: e.arrived if oldest else (e.left, e.arrived))
         alone = self.active == 1 and not self._waiting
         upto = entry.prompt_tokens
-        if not entry.whole:
+        if not entry.whole and not (alone and entry.searched):
             piece = self.limits.piece_tokens * (self.limits.alone_pieces if alone else 1)
             upto = min(upto, entry.filled + piece)
         return Prefill(entry, upto)

@@ -76,7 +76,7 @@ class Opened(Request):
         self._note_config(config)
         self._generated = False  # its caller publishes the answer
         self.cache = self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        self._begin(self.cache, config, self._read, False, input_ids.device)
+        self._begin(model, self.cache, config, self._read, False, input_ids.device)
         return self._steps is None and self.report.dense is None
 
     @property

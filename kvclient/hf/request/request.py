@@ -103,9 +103,7 @@ class Request:
         cache = self._cache = model_kwargs[name]
         saved = dict(model_kwargs)
         for read, follow in ((self._read, self._options.follow), (self._read, False), (False, False)):
-            if self._served_model.grouped:
-                cache.layers[:] = empty_cache(model).layers  # no state of a try that was given up
-            self._begin(cache, config, read, follow, input_ids.device)
+            self._begin(model, cache, config, read, follow, input_ids.device)
             began = time.perf_counter()
             try:
                 with self._blend or contextlib.nullcontext():
@@ -215,13 +213,13 @@ class Request:
         self._eos = config.eos_token_id
 
     def _begin(
-        self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device
+        self, model: Any, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device
     ) -> None:
         """Opens; where the store fails, as if it had nothing and took nothing."""
-        if not self._tolerance.tried(self._open, cache, config, read, follow, device):
+        if not self._tolerance.tried(self._open, model, cache, config, read, follow, device):
             self._stop_writing()
             self._give_back()
-            self._open(cache, config, False, False, device)
+            self._open(model, cache, config, False, False, device)
 
     def _stop_writing(self) -> None:
         self._write = self._generated = False
@@ -230,11 +228,14 @@ class Request:
         if self._claims is not None:
             self._tolerance.tried(self._claims.abort)
 
-    def _open(self, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device) -> None:
+    def _open(
+        self, model: Any, cache: DynamicCache, config: Any, read: bool, follow: bool, device: torch.device
+    ) -> None:
         """Finds, claims, and fills the cache with layers that load on demand."""
         assert self._prompt is not None
-        began = time.perf_counter()
-        served, options = self._served_model, self._options
+        began, served, options = time.perf_counter(), self._served_model, self._options
+        if served.grouped:
+            cache.layers[:] = empty_cache(model).layers  # no state of a try that was given up, or failed
         self._claims = claims = Claims(self._client, served, options, self._clock, self._same)
         self._found = found = [PrefixMatch.of(text, options.chunker, served) for text in self._prompt.groups]
         tails = served.tails or (options.tails and served.looks_for_tails(options, device))

@@ -147,7 +147,8 @@ class Loop:
         if job.cancelled:
             return self._left_queue(job)
         most = None if job.windowing is None else job.windowing.most_tokens
-        job.entry = self._scheduler.submit(job, len(job.prompt), job.new_tokens, most)
+        inside = job.inside and job.read and self._kv.repair is not None
+        job.entry = self._scheduler.submit(job, len(job.prompt), job.new_tokens, most, inside)
         self.counts["requests_total"] += 1
         return None
 
@@ -220,13 +221,12 @@ class Loop:
         return contextlib.nullcontext() if codec is None else self._kv.coded(codec)
 
     def _prefill(self, entry: Entry, upto: int) -> None:
-        job, last = entry.job, upto == entry.prompt_tokens
+        job, last, text = entry.job, upto == entry.prompt_tokens, entry.job.said
         began = time.perf_counter()
         self._left_queue(job)
         job.pieces = max(job.pieces, 0) + 1
         if job.windowing is not None:
             return self._fill_window(entry, upto)
-        text = job.said
         if entry.filled == 0 and not last:
             stored = self.stored(text, job.salt, job.codec) if job.read else 0
             kept = job.read and job.write and not self._kv.client.degraded  # for the next piece
@@ -258,15 +258,15 @@ class Loop:
     def _noted(self, entry: Entry, report: Report | None) -> bool:
         """What was found of a prompt is told once. False: it was already."""
         job = entry.job
-        if job.first is not None:
+        inside = report.approximate_tokens if report is not None else 0
+        if (first := job.first) is not None:  # what a later piece found inside is told with it
+            job.first = dataclasses.replace(first, approximate_tokens=max(inside, first.approximate_tokens))
             return False
-        reused = report.reused_tokens if report is not None else 0
-        tiers = report.reused_by_tier if report is not None else {}
+        reused, tiers = (report.reused_tokens, report.reused_by_tier) if report is not None else (0, {})
         self.counts["prompt_tokens_total"] += entry.prompt_tokens
         self.counts["cached_tokens_total"] += reused
-        approximate = report.approximate_tokens if report is not None else 0
         cold_s = self._passes.cold_s(entry.prompt_tokens)
-        job.first = Prompt(reused, tiers.get("disk", 0), tiers.get("peer", 0), approximate, cold_s)
+        job.first = Prompt(reused, tiers.get("disk", 0), tiers.get("peer", 0), inside, cold_s)
         return True
 
     def _begins(self, job: Job, logits: torch.Tensor, said: tuple[Chosen | None, ...] = ()) -> None:

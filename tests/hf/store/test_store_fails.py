@@ -14,11 +14,12 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, NoSpace, Unavailable
+from kvclient.hf.request import request
 from kvclient.hf.request.tolerance import MOST_REST_S, REST, Rest
 from kvclient.testing.in_memory_blocks import Blocks, BlockView
 from kvclient.testing.in_memory_store import InMemoryStore
 from kvclient.testing.in_memory_writer import GrantedBlock, Writer
-from tests.hf.zoo import build, generate, prompt
+from tests.hf.zoo import build, generate, known, prompt
 
 BLOCK = 8
 # What fails -> where: a load, a look-up, a claim, a copy into a block, sealing, giving back, a release.
@@ -238,3 +239,31 @@ def test_a_store_that_failed_slowly_is_left_alone_for_a_while():
     rest.begin(1000.0)
     assert not rest.over
     assert REST > 1 and MOST_REST_S < 60
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
+def test_states_that_come_back_half_are_no_start(monkeypatch, kind):
+    """As if torch had no memory for the second: the prompt is computed as if nothing had been found."""
+    model, ids = known(kind), prompt(61)
+    with kvclient.InMemoryClient(64 << 20) as client:
+        kv = kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False)
+        with kv.bypass():
+            plain, logits, _ = generate(model, ids, ANSWER)
+        generate(model, ids, ANSWER)
+        restore, stack = request.restore, torch.stack
+
+        def half(cache, states, rows, device):
+            fails = Fails(stack, RuntimeError, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "stack", fails)
+                try:
+                    return restore(cache, states, rows, device)
+                finally:
+                    assert fails.failed
+
+        monkeypatch.setattr(request, "restore", half)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            again, found, _ = generate(model, ids, ANSWER)
+        assert torch.equal(again, plain) and kv.last.reused_tokens == 0
+        torch.testing.assert_close(found, logits)

@@ -54,6 +54,14 @@ def test_alone_a_prompt_is_computed_in_longer_pieces(scheduler):
     assert scheduler.next() == Prefill(entry, 400)
 
 
+def test_alone_a_prompt_that_is_searched_is_one_piece(scheduler):
+    """What stands inside of it is found in the piece that it begins in, and does not go on in the next."""
+    entry = scheduler.submit("alone", 1000, 10, searched=True)
+    assert scheduler.next() == Prefill(entry, 1000)
+    scheduler.submit("other", 1000, 10)
+    assert scheduler.next() == Prefill(entry, 100)
+
+
 def test_short_rests_go_with_the_step_and_what_they_share_is_computed_once(clock):
     looks = {"a": Look(170), "b": Look(150), "same": Look(60, b"x"), "too": Look(60, b"x"), "alone": None}
     scheduler = Scheduler(Limits(max_batch=8, piece_tokens=100), clock, lambda entry: looks[entry.job])

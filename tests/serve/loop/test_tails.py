@@ -200,3 +200,25 @@ def test_a_prompt_that_is_cut_by_what_it_says_stays_in_pieces():
         loop.close()
     pieces = [job.pieces for job in jobs[1::2]]
     assert min(pieces) >= 7, f"{pieces} pieces of 1,000 tokens"
+
+
+def test_what_is_reused_inside_of_a_long_prompt_is_told_and_computed_once():
+    """Alone it is one piece. Its pieces beside others lose what lies behind the first."""
+    model = build("llama", layers=2)
+    document = prompt(640, seed=9)
+    moved = torch.cat([prompt(250, seed=5), document[:, 64:], prompt(30, seed=6)], dim=1)
+    repair = kvclient.hf.Repair("none", min_tokens=16)
+    with (
+        kvclient.InMemoryClient(64 << 20) as client,
+        kvclient.hf.attach(model, client, block_tokens=64, self_test=False, repair=repair) as kv,
+    ):
+        loop = Loop(model, kv, Limits(piece_tokens=64, alone_pieces=3))
+        events = queue.Queue()
+        ask(loop, document, events, 0)
+        ended(events, 1)
+        before = loop.stats()["prompt_tokens_computed_total"]
+        job = ask(loop, moved, events, 1)
+        ended(events, 1)
+        assert (job.pieces, job.first.approximate_tokens, job.exact) == (1, 576, False)
+        assert loop.stats()["prompt_tokens_computed_total"] - before <= moved.shape[1]
+        loop.close()
