@@ -80,11 +80,11 @@ class Random:
         self.name, self.dtype, self.shape, self._number = name, dtype, shape, number
         self.length = int(np.prod(shape)) * getattr(torch, dtype).itemsize
 
-    def read_into(self, memory: memoryview) -> None:
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
         """As kvclient.hf.streaming.files.headers.Source."""
         kind, (leaf, _) = self.name.rpartition(".")[2], (self.name, 0)
         if kind == "qweight":
-            _from_pool(np.frombuffer(memory, np.uint8), _words(), self._number)
+            _from_pool(np.frombuffer(memory, np.uint8), _words(), self._number, start)
         elif kind == "qzeros":
             np.frombuffer(memory, np.uint8)[:] = 0x77
         elif kind == "scales":
@@ -92,7 +92,7 @@ class Random:
         elif "norm" in leaf:
             np.frombuffer(memory, np.float16)[:] = np.float16(1)
         else:
-            _from_pool(np.frombuffer(memory, np.uint8), _numbers(), self._number)
+            _from_pool(np.frombuffer(memory, np.uint8), _numbers(), self._number, start)
 
 
 _pools: dict[str, np.ndarray] = {}
@@ -111,8 +111,8 @@ def _numbers() -> np.ndarray:
     return _pools["numbers"]
 
 
-def _from_pool(into: np.ndarray, pool: np.ndarray, number: int) -> None:
-    at, start = 0, number * 1_000_002 % len(pool)
+def _from_pool(into: np.ndarray, pool: np.ndarray, number: int, start: int) -> None:
+    at, start = 0, (number * 1_000_002 + start) % len(pool)
     while at < len(into):
         length = min(len(into) - at, len(pool) - start)
         into[at : at + length] = pool[start : start + length]

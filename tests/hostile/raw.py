@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 
 MAGIC = 0x3153564B
-VERSION = 4
+VERSION = 5
 OLDEST_VERSION = 2
 OPS = range(1, 15)
 (ATTACH, REGISTER_LAYOUT, CREATE, SEAL, ABORT, LOOK_UP, DELETE,

@@ -9,6 +9,7 @@ prompt, and what is made of them against transformers' own decision pipeline.
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -242,3 +243,10 @@ def test_what_cannot_be_decided_is_an_error_that_names_it(tiny, more, status, wo
     body = {"state": "It rains.", "questions": {"q": {"type": "noul", "instructions": "Is it wet?"}}, **more}
     got, _, told = tiny.post("/v1/systemone", body)
     assert got == status and word in str(told)
+
+
+def test_the_questions_of_the_page_are_answered(tiny):
+    text = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    asked = json.loads(text.split("```json\n")[1].split("```")[0])
+    got, _, told = tiny.post("/v1/systemone", asked)
+    assert got == 200 and set(told["answers"]) == set(asked["questions"])

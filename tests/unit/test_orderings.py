@@ -63,7 +63,7 @@ ORDERINGS = [
     # Adoption: the epoch is odd, all sessions and so all pins are known before a record is kept, it is even.
     (
         "store_adopt.cc", "void Store::adopt(",
-        ("epoch.store(", "index_.clear()", "adopt_sessions();", "adopt_record(", "epoch.fetch_add(1"),
+        ("epoch.store(", "index_.clear()", "adopt_sessions();", "adopt_records();", "epoch.fetch_add(1"),
     ),
     # The lock is taken before anybody else can hold the description; the magic makes the page one, last.
     ("session_file.cc", "SessionFile SessionFile::create(", ("O_EXCL", "::flock(", "kSessionMagic")),

@@ -31,6 +31,7 @@ ELSEWHERE = {  # page, language: the test that runs it
     ("c-api.md", "sh"): "tests/unit/house/test_wheels.py",
     ("engines.md", "sh"): "tests/engines/test_documented.py",
     ("engines.md", "yaml"): "tests/engines/test_documented.py",
+    ("serving.md", "json"): "tests/serve/test_other_contracts.py",
 }
 TEXT = "Every heron of the marsh was counted again before the gates of the lock were shut. "
 
