@@ -25,8 +25,7 @@ class QueueFull(Exception):
 class Limits:
     """max_batch: requests computed side by side. max_queue: waiting behind them. piece_tokens: of a prompt at
     one time beside others. memory_tokens: KV of all of them together. timeout_s: for a whole request.
-    step_tokens: that one step adds to a request, at most. alone_pieces: of a prompt at one time where nobody
-    else is there, who may come, or its client may go.
+    step_tokens: that one step adds to a request, at most.
     """
 
     max_batch: int = 16
@@ -35,7 +34,6 @@ class Limits:
     memory_tokens: int = 1 << 17
     timeout_s: float = 600.0
     step_tokens: int = 1
-    alone_pieces: int = 3
 
 
 ROOM_STEPS = 32  # a request comes in only where all have room for so many steps more
@@ -57,7 +55,6 @@ class Entry:
     arrived: int = 0
     filled: int = 0
     whole: bool = False  # its prompt is not cut into pieces
-    searched: bool = False  # reuse inside of it is looked for, in one piece: so it is one if it is alone
 
     @property
     def left(self) -> int:
@@ -146,19 +143,13 @@ class Scheduler:
         """Tokens whose KV the requests hold."""
         return sum(entry.held for entry in (*self._filling, *self._running))
 
-    def submit(
-        self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None,
-        searched: bool = False,
-    ) -> Entry:  # fmt: skip
-        """most_tokens: that it holds at a time, where that has a bound of its own. searched: as Entry has it.
-        Raises QueueFull.
-        """
+    def submit(self, job: Any, prompt_tokens: int, new_tokens: int, most_tokens: int | None = None) -> Entry:
+        """most_tokens: that it holds at a time, where that has a bound of its own. Raises QueueFull."""
         if (count := sum(not entry.preempted for entry in self._waiting)) >= self.limits.max_queue:
             raise QueueFull(f"{count} requests wait already, {self.limits.max_queue} may")
         self._arrivals += 1
         deadline = self._now() + self.limits.timeout_s
-        entry = Entry(job, prompt_tokens, new_tokens, deadline, most_tokens)
-        entry.arrived, entry.searched = self._arrivals, searched
+        entry = Entry(job, prompt_tokens, new_tokens, deadline, most_tokens, arrived=self._arrivals)
         self._waiting.append(entry)
         return entry
 
@@ -194,9 +185,8 @@ class Scheduler:
         entry = min(self._filling, key=lambda e: e.arrived if oldest else (e.left, e.arrived))
         alone = self.active == 1 and not self._waiting
         upto = entry.prompt_tokens
-        if not entry.whole and not (alone and entry.searched):
-            piece = self.limits.piece_tokens * (self.limits.alone_pieces if alone else 1)
-            upto = min(upto, entry.filled + piece)
+        if not (entry.whole or alone):  # its pieces would meet in the store: in its codec, on its disk
+            upto = min(upto, entry.filled + self.limits.piece_tokens)
         return Prefill(entry, upto)
 
     def _short(self, oldest: bool) -> tuple[Prefill, ...]:

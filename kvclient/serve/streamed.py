@@ -15,7 +15,6 @@ from kvclient.hf.streaming import StreamingConfig
 from kvclient.hf.streaming.planner.asked import asked_of
 from kvclient.serve.scheduler import Limits
 
-WHOLE = 1 << 20  # pieces: each reads all layers again, so a prompt that is alone is one
 ROOM_TOKENS = 4096  # of requests that the layers that stay leave room for, where that can be
 
 
@@ -42,5 +41,4 @@ def limited(engine: Engine, limits: Limits) -> Limits:
     if room < 2:
         told = f"of --memory {asked.memory} the model leaves no room for a request of {rows} rows a step"
         raise InvalidArgument(f"{told} and {limits.piece_tokens} tokens of a prompt at one time")
-    memory = min(limits.memory_tokens, room)
-    return dataclasses.replace(limits, memory_tokens=memory, alone_pieces=WHOLE)
+    return dataclasses.replace(limits, memory_tokens=min(limits.memory_tokens, room))

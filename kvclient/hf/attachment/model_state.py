@@ -188,9 +188,9 @@ class ModelState:
         """A daemon attached to since then may have said the namespace's salt first, or another one."""
         if (now := self._client.salt) is None or now == self._namespace_salt:
             return
-        self._namespace_salt = now
-        self.served_models = self.served_models.salted(salted(now, self._salt))
-        self.served = self.served_models.of(self.codec, self.served.non_prefix)
+        models = self.served_models.salted(salted(now, self._salt))
+        served = models.of(self.codec, self.served.non_prefix)  # asks the store, which may fail
+        self._namespace_salt, self.served_models, self.served = now, models, served
 
     @property
     def told_promise(self) -> float | None:

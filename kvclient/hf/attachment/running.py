@@ -220,6 +220,7 @@ def opened(kv: Attached, model: torch.nn.Module, input_ids: torch.Tensor, config
     """A prompt [1, tokens] with its prefix in a cache, as this thread's calls are served now, for a pass that
     is its caller's, who calls closed() after it. None: generate() is to be asked, which says why.
     """
+    made = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(kv._running.call())
         try:
@@ -231,7 +232,8 @@ def opened(kv: Attached, model: torch.nn.Module, input_ids: torch.Tensor, config
         except FAILURES:  # generate() says what it goes on without
             usable = False
     if not usable:
-        made.finish()
+        if made is not None:
+            made.finish()
         return None
     return made
 

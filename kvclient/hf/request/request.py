@@ -339,11 +339,11 @@ class Request:
         if (claims := self._claims) is None or (written := claims.written()) is None:
             return None
 
-        def tell(*columns: Any) -> None:
-            if not self._tolerance.tried(written, *columns):
+        def tried(act: Callable[..., Any], *arguments: Any) -> None:
+            if not self._tolerance.tried(act, *arguments):
                 self._stop_writing()
 
-        behind = functools.partial(self._tolerance.tried, claims.seal, False)
+        tell, behind = functools.partial(tried, written), functools.partial(tried, claims.seal, False)
         return tell if config.prefill_chunk_size is None else between_passes(tell, behind)
 
     # ---------------------------------------------------------------- after it

@@ -147,8 +147,7 @@ class Loop:
         if job.cancelled:
             return self._left_queue(job)
         most = None if job.windowing is None else job.windowing.most_tokens
-        inside = job.inside and job.read and self._kv.repair is not None
-        job.entry = self._scheduler.submit(job, len(job.prompt), job.new_tokens, most, inside)
+        job.entry = self._scheduler.submit(job, len(job.prompt), job.new_tokens, most)
         self.counts["requests_total"] += 1
         return None
 

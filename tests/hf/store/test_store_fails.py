@@ -267,3 +267,26 @@ def test_states_that_come_back_half_are_no_start(monkeypatch, kind):
             again, found, _ = generate(model, ids, ANSWER)
         assert torch.equal(again, plain) and kv.last.reused_tokens == 0
         torch.testing.assert_close(found, logits)
+
+
+def test_a_seal_that_fails_behind_a_chunk_is_not_tried_behind_each(model, wanted, monkeypatch):
+    """A daemon that stands still costs its time limit once, and not once a chunk."""
+    with kvclient.InMemoryClient(64 << 20) as client, attached(model, client):
+        failing = fail(monkeypatch, STEPS["seal"], DeadlineExceeded)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            answer, *_ = generate(model, COLD, ANSWER, prefill_chunk_size=BLOCK)
+        assert torch.equal(answer, wanted[0]) and failing.failed == 1
+
+
+def test_a_salt_that_is_told_while_the_daemon_fails_is_followed_later(model, monkeypatch):
+    with kvclient.InMemoryClient(64 << 20) as client, attached(model, client) as kv:
+        before = kv.identity
+        monkeypatch.setattr(type(client), "salt", property(lambda _: b"n" * 32))
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setattr(client, "register_layout", Fails(None, Unavailable, 0))
+            generate(model, COLD, ANSWER)
+        monkeypatch.setattr(kv, "_rest", Rest())
+        generate(model, COLD, ANSWER)
+        assert kv.last.published_blocks and kv.identity != before

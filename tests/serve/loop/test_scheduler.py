@@ -45,18 +45,9 @@ def test_a_long_prompt_does_not_stop_those_who_run(scheduler):
     assert kinds == [Decode, Prefill] * 4 or kinds == [Prefill, Decode] * 4
 
 
-def test_alone_a_prompt_is_computed_in_longer_pieces(scheduler):
-    """It was computed whole: who came then, or whose client left, waited for all of it."""
+def test_alone_a_prompt_is_computed_whole(scheduler):
+    """Pieces meet in the store: in the codec of the request, on its disk."""
     entry = scheduler.submit("alone", 1000, 10)
-    assert scheduler.next() == Prefill(entry, 300)
-    scheduler.filled(entry, 300)
-    scheduler.submit("other", 1000, 10)
-    assert scheduler.next() == Prefill(entry, 400)
-
-
-def test_alone_a_prompt_that_is_searched_is_one_piece(scheduler):
-    """What stands inside of it is found in the piece that it begins in, and does not go on in the next."""
-    entry = scheduler.submit("alone", 1000, 10, searched=True)
     assert scheduler.next() == Prefill(entry, 1000)
     scheduler.submit("other", 1000, 10)
     assert scheduler.next() == Prefill(entry, 100)

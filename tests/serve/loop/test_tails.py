@@ -212,7 +212,7 @@ def test_what_is_reused_inside_of_a_long_prompt_is_told_and_computed_once():
         kvclient.InMemoryClient(64 << 20) as client,
         kvclient.hf.attach(model, client, block_tokens=64, self_test=False, repair=repair) as kv,
     ):
-        loop = Loop(model, kv, Limits(piece_tokens=64, alone_pieces=3))
+        loop = Loop(model, kv, Limits(piece_tokens=64))
         events = queue.Queue()
         ask(loop, document, events, 0)
         ended(events, 1)
