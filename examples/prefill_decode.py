@@ -77,8 +77,11 @@ def await_half(a: Path, kv: Any, inputs: dict[str, Any]) -> None:
     import kvclient
 
     chain = kv.chunker.chain(kv.identity, inputs["input_ids"][0].tolist())
+    deadline = time.monotonic() + 300
     with kvclient.connect(dir=str(a)) as client:
         while client.lookup(chain).resident < len(chain) // 2:
+            if time.monotonic() > deadline:
+                raise TimeoutError("half of the prompt was not there after 300 s")
             time.sleep(0.001)
 
 

@@ -1,5 +1,5 @@
-// A block in pieces as one run of addresses: its pieces mapped one behind the other, or, where a process has very many mappings,
-// copied. Read-only. Owns the addresses and not the pin: it goes before the block is let go of.
+// A block in pieces as one run of addresses: its pieces mapped one behind the other, or, where they are short or a process has
+// very many mappings, copied. Read-only. Owns the addresses and not the pin: it goes before the block is let go of.
 #pragma once
 
 #include <span>

@@ -7,7 +7,8 @@
 // it. What is inside a run nobody but its client knows; when the session ends, runs are quarantined as any block that was not
 // sealed.
 //
-// Invariant: at any moment each page of a region belongs to one record, and to the same one in the table and in the arena.
+// Invariant: between two operations each page of a region belongs to one record, and to the same one in the table and in the
+// arena. Between two steps of one operation the table may name a page twice, never not at all (Store::adopt_records).
 
 #include <algorithm>
 #include <map>
