@@ -186,16 +186,12 @@ class Snapshots:
 
     def take(self, cache: Any, column: int) -> None:
         """The cache's states are now those behind so many columns: stores what was claimed of them."""
-        for row, writer in self._claimed.pop(column, ()):
-            self.stored.write(writer[0], capture(cache, self.stored.states, row))
-            self._seal(writer)
+        self._store(column, lambda row: capture(cache, self.stored.states, row))
 
     def put(self, chain: Any, end: int, tensors: list[torch.Tensor]) -> None:
         """Stores the state behind the chain's first `end` blocks: tensors of the shapes of its states."""
         self.claim(chain, end, 0)
-        for _, writer in self._claimed.pop(end * self.stored.block_tokens, ()):
-            self.stored.write(writer[0], tensors)
-            self._seal(writer)
+        self._store(end * self.stored.block_tokens, lambda _: tensors)
 
     def abort(self) -> None:
         """Gives back what was not stored."""
@@ -205,6 +201,16 @@ class Snapshots:
                 writer.abort()
             except ConnectionError:
                 pass
+
+    def _store(self, column: int, states_of: Callable[[int], list[torch.Tensor]]) -> None:
+        """What was claimed behind that column, by its row. What is not sealed stays claimed, for abort()."""
+        claimed = self._claimed.get(column, [])
+        while claimed:
+            row, writer = claimed[0]
+            self.stored.write(writer[0], states_of(row))
+            self._seal(writer)
+            del claimed[0]
+        self._claimed.pop(column, None)
 
     def _seal(self, writer: Any) -> None:
         try:

@@ -14,6 +14,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, NoSpace, Unavailable
+from kvclient.hf.connector.snapshots import Snapshots, StoredStates
 from kvclient.hf.request import request
 from kvclient.hf.request.tolerance import MOST_REST_S, REST, Rest
 from kvclient.testing.in_memory_blocks import Blocks, BlockView
@@ -267,6 +268,27 @@ def test_states_that_come_back_half_are_no_start(monkeypatch, kind):
             again, found, _ = generate(model, ids, ANSWER)
         assert torch.equal(again, plain) and kv.last.reused_tokens == 0
         torch.testing.assert_close(found, logits)
+
+
+@pytest.mark.filterwarnings("ignore:generate.. goes on")
+@pytest.mark.parametrize("error", [MemoryError, Unavailable])
+@pytest.mark.parametrize("where", [(StoredStates, "write"), (Snapshots, "_seal")])
+def test_a_state_that_cannot_be_stored_is_given_back(monkeypatch, where, error):
+    """By the request, and not when nobody refers to it any more: its traceback may for long."""
+    model, ids, kept = known("qwen3_next"), prompt(61), []
+    init = Snapshots.__init__
+    monkeypatch.setattr(Snapshots, "__init__", lambda self, *args: (kept.append(self), init(self, *args))[1])
+    with kvclient.InMemoryClient(64 << 20) as client, attached(model, client) as kv:
+        for good in range(3):  # of the prompt, and of the answer, whose claim is filled at once
+            with monkeypatch.context() as patch:
+                failing = fail(patch, where, error, good)
+                generate(model, torch.cat([prompt(9, seed=good), ids], dim=1), ANSWER)
+            client.store.settle()
+            assert client.stats()["created"] == 0, "nothing stays claimed"
+            kv._rest = Rest()
+            if not failing.failed:
+                break
+        assert good and kept
 
 
 def test_a_seal_that_fails_behind_a_chunk_is_not_tried_behind_each(model, wanted, monkeypatch):
