@@ -129,8 +129,12 @@ transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1])
 
 EAGLE = """
 import json, pathlib, shutil, sys, torch
-from safetensors.torch import save_file
-target, draft = map(pathlib.Path, sys.argv[1:])
+from safetensors.torch import load_file, save_file
+target, draft = pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+shutil.copytree(sys.argv[1], target)
+weights = load_file(target / "model.safetensors")
+weights["lm_head.weight"][4:] = 0  # four tokens are said only, so that random guesses are right at times
+save_file(weights, target / "model.safetensors", {"format": "pt"})
 draft.mkdir()
 config = json.loads((target / "config.json").read_text())
 (draft / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
@@ -141,18 +145,19 @@ for name, rows, columns in (("q", wide, wide), ("k", kv, wide), ("v", kv, wide),
     shapes[f"layers.0.self_attn.{name}_proj"] = (rows, columns)
 for name, rows, columns in (("gate", inner, wide), ("up", inner, wide), ("down", wide, inner)):
     shapes[f"layers.0.mlp.{name}_proj"] = (rows, columns)
-save_file({f"{name}.weight": 0.15 * torch.randn(shape) for name, shape in shapes.items()},
-          draft / "model.safetensors")
+drawn = {f"{name}.weight": 0.15 * torch.randn(shape) for name, shape in shapes.items()}
+drawn["layers.0.self_attn.o_proj.weight"] *= 10  # its guesses are of what it attends to
+save_file(drawn, draft / "model.safetensors")
 """
 
 
 @pytest.fixture(scope="session")
-def eagle_draft(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An EAGLE head of random weights for the tiny model."""
-    target = tmp_path_factory.mktemp("draft") / "eagle"
-    words = [str(python_of("vllm")), "-c", EAGLE, tiny_model(0), target]
+def eagle_pair(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The tiny model, with four tokens to say, and an EAGLE head of random weights for it."""
+    home = tmp_path_factory.mktemp("eagle")
+    words = [str(python_of("vllm")), "-c", EAGLE, tiny_model(0), home / "target", home / "eagle"]
     run_warm(words, ANSWER_S, check=True, python=WarmVllm, env={**os.environ, **VARIABLES})
-    return str(target)
+    return str(home / "target"), str(home / "eagle")
 
 
 MIMO = """
