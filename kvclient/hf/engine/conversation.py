@@ -9,6 +9,7 @@ application's. Invariant: after say() the store holds the whole state, or `saved
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvclient.errors import InvalidArgument, NotPermitted
+from kvclient.errors import InvalidArgument
+from kvclient.hf.call import FAILURES
 from kvclient.hf.decoding.stopping import Listener
 from kvclient.hf.engine.saved_state import SavedState, State
 from kvclient.hf.engine.window import Held, Window, WindowCache
 from kvclient.hf.model.structure import Refused
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,8 @@ class Conversation:
     def _saved(self) -> bool:
         try:
             return self._saved_state.save(self._cache, self._state)
-        except (NotPermitted, ConnectionError):
+        except FAILURES as error:
+            log.warning("a turn was not kept: %s: %s", type(error).__name__, error)
             return False
 
     def _encode(self, text: str | Sequence[int]) -> list[int]:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from kvclient.errors import KVClientError
 from kvclient.hf.attachment import running
 from kvclient.hf.attachment.attach import Attachment
+from kvclient.hf.call import FAILURES
 from kvclient.hf.connector.part import MIN_TAIL, tokens_behind
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.request.served_model import ServedModel
@@ -51,7 +51,7 @@ class Joining:
                 if plain and not whole:  # a prompt that is shorter than a block is found as a whole
                     left = served.tail_tokens(len(said), kv.chunker.block_tokens)
                     chain = kv.chunker.chain(served.identity, said[:left], partial=True)
-        except KVClientError:
+        except FAILURES:
             return None  # generate() says what is wrong with it
         try:
             found = kv.client.lookup(chain) if len(chain) else None
@@ -62,7 +62,7 @@ class Joining:
                 return Look(sum(chain.token_counts[:stored]))
             if plain and whole and stored:
                 return self._behind(job, served, chain, stored)
-        except KVClientError:
+        except FAILURES:
             return None  # generate() knows what to do without a store
         missing = chain.keys[stored] if stored < len(chain) else None
         return Look(sum(chain.token_counts[:stored]), missing)

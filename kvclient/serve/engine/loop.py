@@ -25,7 +25,7 @@ import torch
 from transformers import GenerationConfig
 
 from kvclient.hf.attachment.attach import Attachment
-from kvclient.hf.call import Report
+from kvclient.hf.call import FAILURES, Report
 from kvclient.hf.release import cache_of
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.speculation import NOTHING, Draft, keep
@@ -94,14 +94,15 @@ class Loop:
         return self._kv.identity
 
     def store_stats(self) -> dict[str, Any]:
-        """Raises KVClientError."""
+        """Raises what the store does."""
         return self._kv.client.stats()
 
     def stored(self, prompt: Sequence[int], salt: bytes, codec: str | None = None) -> int:
-        """How many of its first tokens are in the store's memory. From any thread."""
-        with self._kv.salted(salt), self._coded(codec):
+        """How many of its first tokens are in the store's memory; 0 if that fails. From any thread."""
+        with contextlib.suppress(*FAILURES), self._kv.salted(salt), self._coded(codec):
             chain = self._kv.chunker.chain(self._kv.identity, list(prompt))
-        return sum(chain.token_counts[: self._kv.client.lookup(chain).resident]) if len(chain) else 0
+            return sum(chain.token_counts[: self._kv.client.lookup(chain).resident]) if len(chain) else 0
+        return 0
 
     def close(self) -> None:
         """Ends after the step under way; what is unfinished hears Failed."""

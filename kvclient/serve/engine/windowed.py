@@ -10,16 +10,19 @@ window and salt.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-from kvclient.errors import BlockLost, KVClientError
 from kvclient.hf.attachment.attach import Attachment
+from kvclient.hf.call import FAILURES
 from kvclient.hf.engine.saved_state import SavedState, State
 from kvclient.hf.engine.window import Window, WindowCache
+
+log = logging.getLogger(__name__)
 
 PRIORITY = 40  # of a state, above a block's 35: a conversation goes on
 BEFORE = 8  # tokens that a template may set behind an answer: its end, a line's end
@@ -62,8 +65,9 @@ class WindowedCache:
             try:
                 if state.newest() and state.load(self.cache) is not None and self.cache.tokens == count:
                     return count
-            except (KVClientError, BlockLost):
+            except FAILURES as error:
                 back()  # layers that were filled before it failed
+                log.warning("what a turn before left was not read: %s: %s", type(error).__name__, error)
                 return 0
             back()
         return 0
@@ -74,7 +78,8 @@ class WindowedCache:
         state = self._state(tokens)
         try:
             return bool(state.newest()) or state.save(self.cache, State(1))
-        except (KVClientError, BlockLost):
+        except FAILURES as error:
+            log.warning("what a turn left was not kept: %s: %s", type(error).__name__, error)
             return False
 
     def feed(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from kvclient.blocks.codec import Kivi
-from kvclient.errors import KVClientError
+from kvclient.hf.call import FAILURES
 from kvclient.hf.engine.window import MOST_POSITIONS, Window
 from kvclient.serve.engine.job import Job
 from kvclient.serve.engine.loop import Loop
@@ -108,10 +108,10 @@ class Asking:
         return salt
 
     def store_stats(self) -> dict[str, Any]:
-        """The namespace's figures; empty while there is no daemon."""
+        """The namespace's figures; empty while there is no daemon, or the store fails."""
         try:
             return dict(self.loop.store_stats())
-        except KVClientError:
+        except FAILURES:
             return {}
 
     def check_model(self, name: str | None) -> None:

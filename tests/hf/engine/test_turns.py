@@ -9,9 +9,11 @@ import dataclasses
 import pytest
 
 import kvclient
+from kvclient.errors import DeadlineExceeded
 from kvclient.hf import Engine, Window
 from kvclient.hf.engine.saved_state import SavedState
 from tests.hf.engine.test_window import Words, ids
+from tests.hf.store.test_store_fails import STEPS, fail
 from tests.hf.zoo import build
 
 SMALL = Window(recent=32, older=64)
@@ -87,6 +89,21 @@ def test_a_turn_that_cannot_be_saved_for_an_error_is_undone(engine, monkeypatch)
             talk.say(ids(30, seed=2), 5)
     assert talk.turn == 1
     assert talk.say(ids(30, seed=3), 5).tokens == wanted.say(ids(30, seed=3), 5).tokens
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, MemoryError, DeadlineExceeded])
+@pytest.mark.parametrize("step", ["claim", "copy", "seal", "abort"])
+def test_a_store_that_fails_while_it_keeps_a_turn_is_told(engine, monkeypatch, step, error):
+    talk, wanted = (engine.conversation(name, window=SMALL) for name in ("broken", "whole"))
+    for turn in range(3):
+        with monkeypatch.context() as patch:
+            if turn == 1:
+                fail(patch, STEPS[step], error)
+            said = talk.say(ids(40, seed=turn), 5)
+        assert said.saved == (turn != 1)
+        assert said.tokens == wanted.say(ids(40, seed=turn), 5).tokens
+    other = engine.conversation("broken", window=SMALL)
+    assert other.say(ids(9), 5).tokens == wanted.say(ids(9), 5).tokens
 
 
 def test_a_store_without_room_is_told(model):
