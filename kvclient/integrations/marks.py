@@ -32,9 +32,11 @@ class Word:
         """Unless it stands. Where the store takes nothing just now it is to be given again."""
         try:
             if self._client.lookup([self._name]).states[0] != PENDING:
-                self._writer = self._client.create([self._name], self._client.register_layout(MARK))
+                writer = self._client.create([self._name], self._client.register_layout(MARK))
+                if writer.granted:  # else another thread gave it meanwhile, and its writer is the one to keep
+                    self._writer = writer
         except KVClientError:  # nothing is promised then, which is a miss
-            self._writer = None
+            pass
 
 
 def all_gave_their_word(client: Any, names: Sequence[bytes]) -> bool:

@@ -1,9 +1,10 @@
 """Goal: one log line when an engine's store goes and one when it is back, however many threads ask and
 however often a call fails meanwhile; a page that could not be read back once is no wrong one; a lease of
 nothing holds nothing, leases can be counted at any time, and a reader who comes behind its lease's end does
-not end another's; an eviction explains a lost block of its own try alone.
+not end another's; an eviction explains a lost block of its own try alone; a word
+that two give at once stands.
 
-Method: the classes alone, with a client that is told what to be, or one in the process.
+Method: the classes alone, with a client that is told what to be, one in the process, or a daemon's.
 """
 
 import itertools
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 
 import kvclient
-from kvclient.errors import InvalidArgument
+from kvclient.errors import InvalidArgument, Unavailable
 from kvclient.integrations import health as module
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
+from kvclient.integrations.marks import Word, all_gave_their_word
 from kvclient.integrations.pages import Pages
 from kvclient.integrations.self_test import TRIES, WRONG_LATER, Tried, try_at_start
 
@@ -184,3 +186,29 @@ def test_an_eviction_explains_no_more_than_the_try_in_which_it_was(seen, ends):
     else:
         assert not try_at_start(client, health, lambda: lost, (0, 1))
         assert "evicted at once" in lines[0]
+
+
+def test_a_word_that_two_threads_give_at_once_stands(daemon):
+    """The second gives it between the first one's look and its mark."""
+    kvstored = daemon()
+    with kvstored.connect() as client, kvstored.connect() as scheduler:
+        second = threading.Thread(target=lambda: word.give())
+
+        def lookup(keys):
+            seen = client.lookup(keys)
+            if not second.ident:
+                second.start()
+                second.join()
+            return seen
+
+        asked = SimpleNamespace(lookup=lookup, create=client.create, register_layout=client.register_layout)
+        word = Word(asked, b"w" * 32)
+        word.give()
+        assert second.ident and all_gave_their_word(scheduler, [b"w" * 32])
+        asked.lookup = fails
+        word.give()
+        assert all_gave_their_word(scheduler, [b"w" * 32]), "a look that failed took it back"
+
+
+def fails(_keys):
+    raise Unavailable("the daemon does not answer")
