@@ -11,18 +11,15 @@ for what a request finds nowhere here.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
-    LookupResult,
     Medium,
     OffloadingEvent,
-    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -32,19 +29,17 @@ from vllm.v1.kv_offload.base import (
 
 from kvclient.errors import KVClientError
 from kvclient.integrations.health import Health
-from kvclient.integrations.marks import all_gave_their_word
-from kvclient.integrations.pages import MISSING, PENDING
+from kvclient.integrations.pages import MISSING
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload.claims import Claims
 from kvclient.integrations.vllm.offload.held import Held, Pins, RequestState
-from kvclient.integrations.vllm.offload.naming import OffloadNames, Resets
-from kvclient.integrations.vllm.offload.run import Run
+from kvclient.integrations.vllm.offload.lookups import Lookups
+from kvclient.integrations.vllm.offload.naming import GROUP_BYTES, OffloadNames, Resets
 from kvclient.integrations.vllm.offload.states import FOUND, States
 from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
 FETCHES = 4  # requests for which other hosts are asked at a time
-QUEUE_S = 5.0  # beyond wait_s: how long a request waits while others' blocks are brought and compared
 
 
 class StoredBlocks(LoadStoreSpec):
@@ -54,188 +49,104 @@ class StoredBlocks(LoadStoreSpec):
         self.names = names
 
 
-class KvstoredManager(OffloadingManager):
+class KvstoredManager(Lookups):
     """One per engine core. vLLM calls it from one thread; `_verify` runs on another."""
 
     def __init__(
         self, client: Any, names: OffloadNames, wait_s: float, wait_pending_s: float, lease_s: float,
         max_held: int, events: bool, fetch_wait_s: float = 0.0, words: Sequence[bytes] = (),
     ) -> None:  # fmt: skip
-        self._client, self._names, self._health = client, names, Health(client, log)
-        self._wait_s, self._wait_pending_s = wait_s, wait_pending_s
-        self._lease_s, self._max_held, self._fetch_wait_s = lease_s, max_held, fetch_wait_s
+        self._health = Health(client, log)
         self._claims = Claims(client, self._health, lease_s)
-        self._states = States(client, names, self._health, self._claims)
-        self._run = Run(names.groups)
-        self._words = words  # of the workers, until all have said that what is promised can be loaded
-        self._lock = threading.Lock()
-        self._requests: dict[str, RequestState] = {}
-        self._held: dict[OffloadKey, Held] = {}
-        self._leaving: list[Held] = []  # being loaded at a reset: vLLM never says when that has ended
+        states = States(client, names, self._health, self._claims)
+        super().__init__(
+            client, names, states, wait_s, wait_pending_s, lease_s, max_held, fetch_wait_s, words
+        )
         self._resets = Resets()
-        # Who asked for what. Keys share a set: it is never added to.
-        self._wanted: dict[OffloadKey, set[str]] = {}  # of this step, to be verified
-        self._sought: dict[OffloadKey, set[str]] = {}  # of this step, to be asked of other hosts
-        self._verifying: dict[OffloadKey, set[str]] = {}
         self._pool = ThreadPoolExecutor(1, "kvstored-verify")
         self._fetches = ThreadPoolExecutor(FETCHES, "kvstored-fetch")
         self._events: list[OffloadingEvent] | None = [] if events else None
         self._told: Watched[OffloadKey] = Watched()
 
-    # ---------------------------------------------------------------- look-ups
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        run = self._run
-        if run.context is req_context:
-            try:
-                return run.answers[key]
-            except KeyError:
-                pass
-        return self._look_ahead(key, req_context)
-
-    def _look_ahead(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Answers for what vLLM asks next, too. Only what is pinned is a hit: nothing goes in between."""
-        if not self._names.usable(key) or (self._words and not self._may_promise()):
-            return LookupResult.MISS
-        keys = self._run.behind(key, req_context)
-        answers = self._run.answers
-        with self._lock:
-            request = self._requests.setdefault(req_context.req_id, RequestState())
-            request.until = time.monotonic() + self._lease_s
-            if request.keys.issuperset(keys):
-                answers.update(dict.fromkeys(keys, LookupResult.HIT))
-                return LookupResult.HIT
-            unknown = keys
-            if self._held or self._verifying or self._wanted or self._sought or request.missed:
-                unknown = self._known(keys, req_context.req_id, request)
-            held = len(self._held) + len(self._leaving)
-            room = self._max_held - held - len(self._verifying) - len(self._wanted) - len(self._sought)
-        states = self._states.of(unknown) if unknown else b""
-        found = min(len(states) - len(states.lstrip(FOUND)), max(room, 0))
-        self._want(unknown[:found], self._wanted, req_context.req_id, request)
-        answers.update(dict.fromkeys(unknown[:found], LookupResult.RETRY))
-        self._answer_each(unknown[found:], states[found:], room - found, req_context.req_id, request)
-        return answers[key]
-
-    def _known(self, keys: list[OffloadKey], req_id: str, request: RequestState) -> list[OffloadKey]:
-        """Answers what is held for somebody, on its way, or was missed. The others as far as a miss."""
-        unknown, answers = [], self._run.answers
-        late = request.verified_until is not None and time.monotonic() >= request.verified_until
-        for key in keys:
-            if (held := self._held.get(key)) is not None:
-                held.requests.add(req_id)
-                request.keys.add(key)
-                answers[key] = LookupResult.HIT
-                continue
-            coming = next((of for of in (self._verifying, self._wanted, self._sought) if key in of), None)
-            if coming is self._verifying and late:
-                request.missed.add(key)
-            if key in request.missed:
-                answers[key] = LookupResult.MISS
-                break
-            if coming is None:
-                unknown.append(key)
-                continue
-            if req_id not in coming[key]:
-                coming[key] = coming[key] | {req_id}
-            answers[key] = LookupResult.RETRY
-        return unknown
-
-    def _want(
-        self, keys: list[OffloadKey], where: dict[OffloadKey, set[str]], req_id: str, request: RequestState
-    ) -> None:
-        asked = {req_id}
-        where.update(dict.fromkeys(keys, asked))
-        if keys and request.verified_until is None:
-            request.verified_until = time.monotonic() + self._wait_s + self._fetch_wait_s + QUEUE_S
-
-    def _answer_each(
-        self, keys: list[OffloadKey], states: bytes, room: int, req_id: str, request: RequestState
-    ) -> None:
-        """As far as a miss, behind which vLLM does not ask."""
-        claimed: list[bool] = []  # asked of the first that is missing, of more if that is no miss
-        for i, (key, state) in enumerate(zip(keys, states, strict=True)):
-            is_claimed = False
-            if state == MISSING and self._wait_pending_s:
-                if i >= len(claimed):
-                    claimed = [False] * i + self._states.claimed([key])
-                    if claimed[i] or self._fetch_wait_s:
-                        claimed += self._states.claimed(keys[i + 1 :])
-                is_claimed = claimed[i]
-            if (state == PENDING or is_claimed) and self._may_wait(request):
-                self._run.answers[key] = LookupResult.HIT_PENDING
-                continue
-            where = self._wanted if state in FOUND else self._sought
-            if room <= 0 or state == PENDING or (where is self._sought and not self._fetch_wait_s):
-                self._run.answers[key] = LookupResult.MISS
-                return
-            self._want([key], where, req_id, request)
-            self._run.answers[key] = LookupResult.RETRY
-            room -= 1
-
-    def _may_promise(self) -> bool:
-        """A load that fails ends the engine: nothing is promised before every worker's self-test passed."""
-        if all_gave_their_word(self._client, self._words):
-            self._words = ()
-        return not self._words
-
-    def _may_wait(self, request: RequestState) -> bool:
-        now = time.monotonic()
-        if request.waited_until is None:
-            request.waited_until = now + self._wait_pending_s
-        return now < request.waited_until
+    # ---------------------------------------------------------------- pins
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._run.end()
+        self._end()
         self._expire()
         self._resets.scheduled(context)
         wanted, self._wanted = self._wanted, {}
         sought, self._sought = self._sought, {}
-        self._ask(wanted, self._pool, self._wait_s)
-        self._ask(sought, self._fetches, self._fetch_wait_s)
+        self._ask(wanted, self._pool, self._wait_s, self._found)
+        self._ask(sought, self._fetches, self._fetch_wait_s, list)
         self._health.look()
 
-    def _ask(self, wanted: dict[OffloadKey, set[str]], pool: ThreadPoolExecutor, wait_s: float) -> None:
+    def _ask(
+        self, wanted: dict[OffloadKey, set[str]], pool: ThreadPoolExecutor, wait_s: float,
+        chosen: Callable[[list[OffloadKey]], list[OffloadKey]],
+    ) -> None:  # fmt: skip
         with self._lock:
             self._verifying.update(wanted)
         of_set: dict[int, list[OffloadKey]] = {}  # by one request's question, which all have one set
         together: dict[frozenset[str], list[OffloadKey]] = {}
+        sets = list(wanted.values())
+        if sets and sets.count(sets[0]) == len(sets):  # as nearly always
+            together[frozenset()] = list(wanted)
+            wanted = {}
         for key, requests in wanted.items():
             if (keys := of_set.get(id(requests))) is None:
                 keys = of_set[id(requests)] = together.setdefault(frozenset(requests), [])
             keys.append(key)
         for keys in together.values():
-            pool.submit(self._verify, keys, wait_s)
+            pool.submit(self._verify, keys, wait_s, chosen)
 
-    def _verify(self, keys: list[OffloadKey], wait_s: float) -> None:
+    def _found(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Those that are there, up to a group's first that is not: only some were looked for."""
+        ended, found = set(), []
+        for key, state in zip(keys, self._states.of(keys), strict=True):
+            group = key[-GROUP_BYTES:]
+            if state not in FOUND:
+                ended.add(group)
+            elif group not in ended:
+                found.append(key)
+        return found
+
+    def _verify(
+        self, keys: list[OffloadKey], wait_s: float, chosen: Callable[[list[OffloadKey]], list[OffloadKey]]
+    ) -> None:
         """Pins what is there and right, of all ranks, and drops the rest. What lies on disk or, where other
-        hosts are asked, there, is brought first.
+        hosts are asked, there, is brought first. Of those that are not chosen nothing is known afterwards.
 
         One call a rank: vLLM's thread asks again without a pause, and each call between would wait for the
         interpreter's lock until that thread is made to give it up, 5 ms each time.
         """
-        pins = Pins([], len(keys))
-        good = [True] * len(keys)
+        batches: list[Any] = []
         until = time.monotonic() + wait_s
-        whole = self._names.whole(keys)
+        with self._lock:
+            identity = self._names.identity
         try:
-            for rank in range(self._names.ranks):
+            tried = chosen(keys)
+            good = dict.fromkeys(tried, True)
+            whole = self._names.whole(tried)
+            for rank in range(self._names.ranks if tried else 0):
                 names = each_of_rank(whole, rank, self._names.ranks)
                 left_s = max(0.0, until - time.monotonic())
-                batch = self._client.get(names, wait_s=left_s, verify=True)
-                pins.batches.append(batch)
-                if batch.hits < len(keys):
-                    good = [was and self._is_there(batch, i) for i, was in enumerate(good)]
+                batches.append(batch := self._client.get(names, wait_s=left_s, verify=True))
+                if batch.hits < len(tried):
+                    good = {key: good[key] and self._is_there(batch, i) for i, key in enumerate(tried)}
         except Exception as error:  # an answer must come: vLLM asks again until it does
             self._health.failed("a load", error)
-            good = [False] * len(keys)
+            good = dict.fromkeys(keys, False)
+        pins = Pins(batches, len(good))
         with self._lock:
-            if whole != self._names.whole(keys):  # names of before a reset
-                good = [False] * len(keys)
+            if identity != self._names.identity:  # names of before a reset
+                good = dict.fromkeys(good, False)
             until = time.monotonic() + self._lease_s
-            for i, key in enumerate(keys):
+            for key in keys:
                 requests = {r for r in self._verifying.pop(key, set()) if r in self._requests}
-                if good[i] and requests:
+                is_good = good.get(key)
+                if is_good is None:
+                    continue
+                if is_good and requests:
                     self._held[key] = Held(pins, requests)
                     for request in requests:
                         self._requests[request].keys.add(key)
@@ -274,12 +185,14 @@ class KvstoredManager(OffloadingManager):
         self._held.pop(key).pins.release_one()
 
     def has_pending_work(self) -> bool:
+        self._settle()
         with self._lock:
             return bool(self._verifying or self._wanted or self._sought)
 
     # ---------------------------------------------------------------- loads
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self._settle()
         with self._lock:
             for key in keys:
                 self._held[key].loads += 1  # vLLM loads what it was told is a hit
@@ -287,7 +200,7 @@ class KvstoredManager(OffloadingManager):
         return StoredBlocks(self._names.whole(keys))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._run.end()
+        self._end()
         with self._lock:
             for key in keys:
                 held = self._held[key]
@@ -342,7 +255,7 @@ class KvstoredManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._run.end()
+        self._end()
         with self._lock:
             request = self._requests.pop(req_context.req_id, None)
             for key in request.keys if request else ():
@@ -360,7 +273,7 @@ class KvstoredManager(OffloadingManager):
         go on with the KV that they have, and then offers all of it to be stored once more.
         """
         self._claims.lift_all()
-        self._run.end()
+        self._end()
         with self._lock:
             self._names.begin_anew()
             self._resets.reset()

@@ -36,7 +36,7 @@ import kvclient
 from kvclient.integrations.marks import Word, all_gave_their_word, word_name
 from kvclient.integrations.pages import MISSING
 from kvclient.integrations.tensor_pages import TensorPages
-from kvclient.integrations.vllm.offload import scheduling as offload_scheduling
+from kvclient.integrations.vllm.offload import lookups
 from kvclient.integrations.vllm.offload.naming import OffloadNames
 from kvclient.integrations.vllm.offload.scheduling import StoredBlocks, log
 from kvclient.integrations.vllm.offload.worker import KvstoredWorker
@@ -251,7 +251,7 @@ def a_request_does_not_wait_for_ever_behind_others_blocks():
     naming = names(model_version="queue")
     put(naming)
     go_on = threading.Event()
-    with patch.object(offload_scheduling, "QUEUE_S", 0.2):
+    with patch.object(lookups, "QUEUE_S", 0.2):
         offloading = manager(naming, wait_s=0.0)
         offloading._pool.submit(go_on.wait)
         found, deadline = [LookupResult.RETRY], time.monotonic() + 60

@@ -88,6 +88,7 @@ class Programmed:
 
     def _forget(self, key):
         """As if the lease had ended."""
+        self.ours._end()
         self.ours._wanted.pop(key, None)
         self.ours._pool.submit(int).result()
         held = self.ours._held.get(key)
