@@ -99,57 +99,58 @@ struct House {
   uint32_t sessions, layout = 0, owner = 0;
 };
 
-// A region of 512 MiB, and blocks in it of 64 pieces of a page each that lie apart, as many at once as a message has.
-void pieces() {
-  constexpr uint32_t kBlocks = 1024, kPieces = 64, kPages = 2 * kBlocks * kPieces;
-  constexpr uint32_t kAtOnce = protocol::kMaxPiecesPerMessage / (kPieces + 1);
-  House house(2 * kPages, 0);
+// A region of 512 MiB, and blocks in it of so many pieces of a page each that lie apart, as many at once as a message has.
+void blocks_in(uint32_t pieces) {
+  constexpr uint32_t pages = 1 << 17;
+  const uint32_t count = pages / 2 / pieces, at_once = protocol::kMaxPiecesPerMessage / (pieces + 1);
+  const std::string such = std::to_string(count) + " blocks of " + std::to_string(pieces) + " pieces ";
+  House house(2 * pages, 0);
   Store& store = *house.store;
-  const uint32_t layout = store.register_layout(layout_blob(1, kPageBytes, kPieces));
+  const uint32_t layout = store.register_layout(layout_blob(1, kPageBytes, pieces));
   const uint32_t page = store.register_layout(layout_blob(1, 1, 1));
-  auto owner = std::make_unique<Page>(store, 2 * kBlocks);
+  auto owner = std::make_unique<Page>(store, 2 * count);
   uint64_t next_key = 1'000'000;
-  const auto run = [&](uint32_t pages) {
-    const CreateItem item{.key = key(++next_key), .fingerprint = 7, .tokens = 1, .region_pages = pages};
+  const auto run = [&](uint32_t length) {
+    const CreateItem item{.key = key(++next_key), .fingerprint = 7, .tokens = 1, .region_pages = length};
     const Granted granted = store.create({.owner = owner->id, .layout = page, .items = {&item, 1}})[0];
     KV_INVARIANT(granted.status == Grant::Granted);
     return granted.extent.offset;
   };
-  const uint64_t region = run(kPages), behind = run(kBlocks);
+  const uint64_t region = run(pages), behind = run(count);
   std::vector<Publish> blocks;
-  for (uint32_t i = 0; i < kBlocks; ++i) {
-    Publish& block = blocks.emplace_back(Publish{{.key = key(100 + i), .tokens = kPieces}, 0, key(++next_key), false});
-    for (uint64_t piece = 0; piece < kPieces; ++piece)
-      block.pieces.push_back({region + 2 * (piece * kBlocks + i) * kPageBytes, kPageBytes});
+  for (uint32_t i = 0; i < count; ++i) {
+    Publish& block = blocks.emplace_back(Publish{{.key = key(100 + i), .tokens = pieces}, 0, key(++next_key), false});
+    for (uint64_t piece = 0; piece < pieces; ++piece)
+      block.pieces.push_back({region + 2 * (piece * count + i) * kPageBytes, kPageBytes});
     block.pieces.push_back({behind + i * kPageBytes, kPageBytes});
   }
   std::vector<TakeBack> back;
   const auto publish = [&] {
     back.clear();
     for (Publish& block : blocks) block.rest = key(++next_key);
-    for (uint32_t first = 0; first < kBlocks; first += kAtOnce)
+    for (uint32_t first = 0; first < count; first += at_once)
       for (const RegionChange& change : store.publish({.owner = owner->id, .layout = layout, .items = {}},
-                                                      std::span(blocks).subspan(first, std::min(kAtOnce, kBlocks - first)))) {
+                                                      std::span(blocks).subspan(first, std::min(at_once, count - first)))) {
         KV_INVARIANT(change.status == static_cast<uint8_t>(Grant::Granted));
         back.push_back({change.block, key(++next_key), 7});
       }
   };
-  house.measure("1,024 blocks published in 64 pieces each", publish);
-  house.measure("1,024 such blocks taken back", [&] {
-    for (uint32_t first = 0; first < kBlocks; first += kAtOnce)
+  house.measure((such + "published").c_str(), publish);
+  house.measure((such + "taken back").c_str(), [&] {
+    for (uint32_t first = 0; first < count; first += at_once)
       for (const RegionChange& change :
-           store.take_back(owner->id, page, std::span(back).subspan(first, std::min(kAtOnce, kBlocks - first))))
+           store.take_back(owner->id, page, std::span(back).subspan(first, std::min(at_once, count - first))))
         KV_INVARIANT(change.status == static_cast<uint8_t>(Back::Taken));
   });
   publish();
-  house.measure("adopt them, and their region of 512 MiB", [&] {
+  house.measure((such + "adopted, and their region").c_str(), [&] {
     house.store.reset();
     house.store = house.segments.open(true);
   });
   house.store->check_integrity();
   owner->unmap();
-  house.measure("the end of their owner", [&] { house.store->tick(); });
-  house.measure("flush them", [&] { house.store->flush(), house.store->settle(); });
+  house.measure((such + "whose owner ends").c_str(), [&] { house.store->tick(); });
+  house.measure((such + "flushed").c_str(), [&] { house.store->flush(), house.store->settle(); });
   KV_INVARIANT(house.store->stats().used_bytes == 0);
 }
 
@@ -197,6 +198,6 @@ int main(int argc, char** argv) {
   }
   house.fill();
   house.batches();
-  pieces();
+  blocks_in(64), blocks_in(1024);
   return 0;
 }

@@ -41,6 +41,7 @@
 #include "core/store/pool.h"
 #include "core/store/record_counts.h"
 #include "core/store/record_set.h"
+#include "core/store/region_work.h"
 #include "core/store/room.h"
 #include "core/store/session_table.h"
 #include "core/store/slice.h"
@@ -229,37 +230,37 @@ class Store {
   double worth(uint32_t record) const { return rank(record) * (control(record).flags() & kFlagQueued ? kDueWorth : 1); }
   void place(uint32_t record) REQUIRES(mutex_);
   // store_region.cc
-  bool has_records(uint64_t count) REQUIRES(mutex_);
+  bool has_records(uint64_t count) REQUIRES(mutex_), may_have_records(uint64_t count) REQUIRES(mutex_);
   bool is_open_run(uint32_t record, uint32_t owner) REQUIRES(mutex_),
       is_in_open_run(Extent part, uint32_t owner) REQUIRES(mutex_);
   uint32_t run_at(uint64_t offset, uint32_t owner, uint64_t region) REQUIRES(mutex_);
-  void move_run(uint32_t record, Extent to) REQUIRES(mutex_);
+  void move_run(uint32_t record, Extent to) REQUIRES(mutex_), undo_entry(uint32_t record, bool indexed) REQUIRES(mutex_);
   void end_run(Session& owner, uint32_t record) REQUIRES(mutex_);
-  void undo_entry(uint32_t record, bool indexed) REQUIRES(mutex_);
-  bool carve(Extent part, uint32_t to, const Key& rest, Session& owner, double now, RegionChange& out) REQUIRES(mutex_);
-  RegionChange publish_one(const CreateRequest& request, const Publish& item, const KnownLayout& known, Session& owner,
-                           double now) REQUIRES(mutex_);
+  bool carve(Extent part, uint32_t to, const Key& rest, RegionWork& work, RegionChange& out) REQUIRES(mutex_);
+  RegionChange publish_one(const CreateRequest& request, const Publish& item, RegionWork& work) REQUIRES(mutex_);
+  bool goes_on(RegionWork& work) REQUIRES(mutex_);
   RecordSet held_by_others(uint32_t owner) REQUIRES(mutex_);
   bool join_runs(Extent part, uint32_t from, uint64_t region, Session& owner, RegionChange& out) REQUIRES(mutex_);
-  bool open_run(Extent part, uint32_t from, const TakeBack& item, uint32_t layout_slot, Session& owner, RegionChange& out)
-      REQUIRES(mutex_);
-  RegionChange take_one(const TakeBack& item, uint32_t layout_slot, Session& owner) REQUIRES(mutex_);
+  bool open_run(Extent part, uint32_t from, const TakeBack& item, RegionWork& work, RegionChange& out) REQUIRES(mutex_);
+  RegionChange take_one(const TakeBack& item, RegionWork& work) REQUIRES(mutex_);
   // store_pieces.cc
   template <class F>  // f(record, extent): each_piece.h
   void each_piece(uint32_t block, F&& f) REQUIRES(mutex_);
   std::vector<Extent> pieces_of(uint32_t record) REQUIRES(mutex_);
   uint32_t next_piece(uint32_t piece) const { return static_cast<uint32_t>(index_.record(piece).key[0].load()); }
+  uint32_t named_block(uint32_t piece) const { return static_cast<uint32_t>(index_.record(piece).key[1].load()); }
   uint32_t block_of(uint32_t record) const;  // whose memory it is: of a PIECE another's
-  bool is_of_block(uint32_t piece) REQUIRES(mutex_);
-  uint32_t enter_piece(Extent extent, uint32_t run) REQUIRES(mutex_);
-  std::optional<uint32_t> carve_pieces(std::span<const Extent> pieces, Key rest, Session& owner, double now, RegionChange& out)
-      REQUIRES(mutex_);
+  uint64_t full_length(uint32_t block) const REQUIRES(mutex_);
+  bool is_of_block(uint32_t piece) REQUIRES(mutex_), is_loose(uint32_t record) const;
+  uint32_t enter_piece(Extent extent, uint32_t run) REQUIRES(mutex_), take_piece(uint32_t zombie) REQUIRES(mutex_);
+  uint32_t cut_piece(Extent extent, const Key& rest, RegionWork& work, RegionChange& out) REQUIRES(mutex_);
+  uint32_t cut_pieces(std::span<const Extent> pieces, Key rest, RegionWork& work, RegionChange& out) REQUIRES(mutex_);
   void name_block(uint32_t first, uint32_t block) REQUIRES(mutex_), free_piece(uint32_t record) REQUIRES(mutex_);
-  bool piece_to_run(uint32_t record, const Key& key, Session& owner, RegionChange& out) REQUIRES(mutex_);
-  bool return_pieces(uint32_t first, Key key, Session& owner, RegionChange& out) REQUIRES(mutex_);
-  void quarantine_piece(uint32_t record) REQUIRES(mutex_),
-      quarantine_pieces(uint32_t first, Session& owner, RegionChange& out) REQUIRES(mutex_);
-  void release_memory(uint32_t block) REQUIRES(mutex_);
+  bool piece_to_run(uint32_t record, const Key& key, RegionWork& work, RegionChange& out) REQUIRES(mutex_),
+      return_piece(uint32_t piece, const Key& key, RegionWork& work, RegionChange& out) REQUIRES(mutex_);
+  std::optional<bool> take_pieces_back(uint32_t zombie, Key key, RegionWork& work, RegionChange& out) REQUIRES(mutex_);
+  void return_pieces(uint32_t first, Key key, RegionWork& work, RegionChange& out) REQUIRES(mutex_);
+  void quarantine_piece(uint32_t record) REQUIRES(mutex_);
   bool claim_pieces(uint32_t block, RecordSet& pieces_taken) REQUIRES(mutex_), adopt_piece(uint32_t record) REQUIRES(mutex_);
   // store_clock.cc
   double use_now() REQUIRES(mutex_);
@@ -295,7 +296,7 @@ class Store {
   std::optional<Extent> evict_cheapest_run(const std::vector<Arena::Piece>& pieces, uint64_t need_bytes, double limit)
       REQUIRES(mutex_);
   void leave_queue(uint32_t record) REQUIRES(mutex_), to_zombie(uint32_t record, Event event) REQUIRES(mutex_);
-  void free_zombie(uint32_t record) REQUIRES(mutex_);
+  bool free_zombie(uint32_t record, Slice& slice) REQUIRES(mutex_), free_pieces(uint32_t zombie, Slice& slice) REQUIRES(mutex_);
   template <class F>  // f(session or 0, record, generation, most pages): each_pin.h
   void each_pin_of(F&& f) REQUIRES(mutex_);
   template <class F>  // the same in slices, of the sessions from the first to the last
@@ -304,8 +305,8 @@ class Store {
   void each_pin(F&& f) REQUIRES(mutex_);
   template <class F>
   void each_pin_in_slices(Slice& slice, F&& f) REQUIRES(mutex_);
-  bool honoured(uint32_t record, uint32_t pages) const {
-    return pages == PinAllowance::kAnyPages || extent_of(record).length <= uint64_t{pages} * kPageBytes;
+  bool honoured(uint32_t record, uint32_t pages) const REQUIRES(mutex_) {
+    return pages == PinAllowance::kAnyPages || full_length(record) <= uint64_t{pages} * kPageBytes;
   }
   // store_budget.cc
   static bool is_budgeted(uint32_t uid);  // not root's, not the daemon's own user's
@@ -342,7 +343,6 @@ class Store {
   void set_expiry(uint32_t record, uint32_t second) REQUIRES(mutex_), remember_expiry(uint32_t record) REQUIRES(mutex_);
   Session& session_of(uint32_t id) REQUIRES(mutex_);  // throws FailedPrecondition: it has ended, or there is none
   void end_session_locked(Session& session) REQUIRES(mutex_), end_truncated_sessions() REQUIRES(mutex_);
-  Session* still_there(uint32_t owner, const KnownLayout& known) REQUIRES(mutex_);  // behind a give_way(); null: one of them went
   void add_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void drop_unsealed(Session& session, uint32_t record) REQUIRES(mutex_);
   void check_memory() REQUIRES(mutex_), check_pool() REQUIRES(mutex_);

@@ -278,6 +278,7 @@ bool Store::adopt_record(uint32_t record, RecordSet& pieces_taken) {
   const Key key = key_of(record);
   if (found.state() == State::Free || found.state() > State::Disk || found.generation() == 0) return false;
   if (found.state() == State::Disk) return adopt_disk_record(record);
+  if (found.state() == State::Zombie && found.flags() & kFlagDeleted) file_must_go(key);  // kept or not
   const Layout* layout = layouts_.is_known(shape.layout) ? &layouts_.in(shape.layout)->layout : nullptr;
   if (!layout || shape.tokens == 0 || shape.tokens > layout->block_tokens || shape.priority > kMaxPriority ||
       (extent.length != layout->extent_bytes(shape.tokens) && !may_be_region(found.state(), *layout)))
@@ -288,7 +289,6 @@ bool Store::adopt_record(uint32_t record, RecordSet& pieces_taken) {
   blocks_.records += 1;
   blocks_.used_bytes += extent.length;
   blocks_.longest_pages = std::max(blocks_.longest_pages, extent.length / kPageBytes);
-  if (found.flags() & kFlagDeleted) file_must_go(key);
   set_flags(record, 0, options_.disk ? kFlagQueued : kFlagQueued | kFlagOnDisk);
   Upkeep& u = index_.upkeep(record);
   const uint32_t owner = u.owner.load();

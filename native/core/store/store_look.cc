@@ -119,7 +119,7 @@ void Store::check_integrity() {
   reap_in_slices(), scan_zombies(true);
   arena_.check_integrity();
   uint64_t used = 0, records = 0, sealed = 0, created = 0, quarantined = 0, zombies = 0, unsealed = 0, on_disk = 0,
-           tombstones = 0, pieces = 0, apart = 0;
+           tombstones = 0, pieces = 0, apart = 0, loose = 0;
   std::vector<uint64_t> of_layout(layouts_.size()), of_layout_on_disk(layouts_.size());
   std::vector<Extent> extents;
   for (uint32_t record = 0; record < index_.max_blocks(); ++record) {
@@ -144,7 +144,10 @@ void Store::check_integrity() {
     }
     on_disk += state == State::Disk, pieces += state == State::Piece;
     if (state == State::Disk) expect(disk_.blocks.contains(0, record), here + " is in no queue");
-    if (state == State::Piece) expect(is_of_block(record), here + " has no block, or not its memory");
+    const bool free_standing = state == State::Piece && is_loose(record);
+    if (free_standing) used += extent_of(record).length, loose += 1, extents.push_back(extent_of(record));
+    if (state == State::Piece)
+      expect(free_standing ? arena_.holder(extent_of(record)) == record : is_of_block(record), here + " has not its memory");
     if (state == State::Disk || state == State::Piece) continue;
     const bool queued = control(record).flags() & kFlagQueued;
     expect(queued == (disk_.writes.contains(rank(record), record) || own_pins_.contains(record)) || own_pins_.contains(record),
@@ -171,8 +174,8 @@ void Store::check_integrity() {
   expect(used == blocks_.used_bytes,
          "used_bytes is " + std::to_string(blocks_.used_bytes) + ", the blocks hold " + std::to_string(used));
   expect(records == blocks_.records && on_disk == disk_.blocks.size() && tombstones == disk_.tombstones.size() &&
-             pieces == blocks_.pieces && apart == pieces && created == blocks_.created && quarantined == blocks_.quarantined &&
-             zombies == pins_.zombies.size(),
+             pieces == blocks_.pieces && apart + loose == pieces && loose == blocks_.loose && created == blocks_.created &&
+             quarantined == blocks_.quarantined && zombies == pins_.zombies.size(),
          "a count of records is wrong");
   expect(policy_.size() + pins_.parked.size() == sealed, "the eviction queues hold " +
                                                              std::to_string(policy_.size() + pins_.parked.size()) + " of " +

@@ -23,9 +23,19 @@ std::vector<Extent> Store::pieces_of(uint32_t record) {
   return out;
 }
 
+// Also of a zombie whose memory goes.
+uint64_t Store::full_length(uint32_t block) const {
+  const Extent extent = extent_of(block);
+  const Shape shape = shape_of(block);
+  return extent.in_pieces() ? layout_of(shape.layout).extent_bytes(shape.tokens) : extent.length;
+}
+
+bool Store::is_loose(uint32_t record) const {
+  return control(record).state() == State::Piece && named_block(record) == Index::kAbsent;
+}
+
 uint32_t Store::block_of(uint32_t record) const {
-  if (control(record).state() != State::Piece) return record;
-  return static_cast<uint32_t>(index_.record(record).key[1].load(std::memory_order_relaxed));
+  return control(record).state() == State::Piece && !is_loose(record) ? named_block(record) : record;
 }
 
 bool Store::is_of_block(uint32_t piece) {
@@ -65,22 +75,30 @@ void Store::free_piece(uint32_t record) {
   free_record(record, Event::LastPinGone);
 }
 
-// A PIECE for each, the first of them. Nothing: one is not of an open run of the owner's, and what was cut is runs again.
-std::optional<uint32_t> Store::carve_pieces(std::span<const Extent> pieces, Key rest, Session& owner, double now,
-                                            RegionChange& out) {
+// Of no block yet. kAbsent: it is of no open run of the owner's, or what would be left could not be entered.
+uint32_t Store::cut_piece(Extent extent, const Key& rest, RegionWork& work, RegionChange& out) {
+  if (!is_in_open_run(extent, work.owner_id)) return Index::kAbsent;  // not where two pieces overlap
+  const uint32_t piece = enter_piece(extent, arena_.holder(extent));
+  if (!carve(extent, piece, rest, work, out)) return free_piece(piece), Index::kAbsent;
+  blocks_.came_loose(extent.length);
+  return piece;
+}
+
+// A PIECE for each, the first of them, loose. kAbsent: one could not be cut, and what was is runs again. In slices: who calls
+// this must not rely on what it found before.
+uint32_t Store::cut_pieces(std::span<const Extent> pieces, Key rest, RegionWork& work, RegionChange& out) {
   // Before the first of them: a daemon that knows nothing of them must not adopt this table.
   std::atomic_ref<uint64_t>(index_.header().capacity_bytes).fetch_or(kTableHasPieces, std::memory_order_seq_cst);
   uint32_t first = Index::kAbsent, last = Index::kAbsent;
   Key key = rest;
   for (const Extent& extent : pieces) {
     key.words[0] += kNextKey;
-    bool good = is_in_open_run(extent, owner.id);  // not where two pieces overlap
-    const uint32_t piece = good ? enter_piece(extent, arena_.holder(extent)) : Index::kAbsent;
-    if (good && !carve(extent, piece, key, owner, now, out)) free_piece(piece), good = false;
-    if (!good) {
+    const bool good = goes_on(work) && has_records(3);  // the piece, what is left beside it, and at last the block
+    const uint32_t piece = good ? cut_piece(extent, key, work, out) : Index::kAbsent;
+    if (piece == Index::kAbsent) {
       rest.words[1] += 1;
-      if (first != Index::kAbsent) return_pieces(first, rest, owner, out);
-      return std::nullopt;
+      return_pieces(first, rest, work, out);
+      return Index::kAbsent;
     }
     if (first == Index::kAbsent)
       first = piece;
@@ -92,12 +110,26 @@ std::optional<uint32_t> Store::carve_pieces(std::span<const Extent> pieces, Key 
 }
 
 void Store::name_block(uint32_t first, uint32_t block) {
-  for (uint32_t at = first; at != Index::kAbsent; at = next_piece(at))
+  for (uint32_t at = first; at != Index::kAbsent; at = next_piece(at)) {
     index_.record(at).key[1].store(block, std::memory_order_relaxed);
+    blocks_.went_from_loose(extent_of(at).length);
+  }
+}
+
+// The first piece of a zombie, loose, and the zombie is shorter by it. kAbsent: it has none any more.
+uint32_t Store::take_piece(uint32_t zombie) {
+  const Extent extent = extent_of(zombie);
+  if (extent.length == 0) return Index::kAbsent;
+  const auto first = static_cast<uint32_t>(extent.first_piece());
+  const uint64_t length = extent_of(first).length;
+  move_run(zombie, Extent::in_pieces_from(next_piece(first), extent.length - length));
+  for (const size_t word : {0, 1}) index_.record(first).key[word].store(Index::kAbsent, std::memory_order_relaxed);
+  blocks_.used_bytes -= length, blocks_.came_loose(length);
+  return first;
 }
 
 // By itself it is a run: it needs no other record, for there may be none. False: its key cannot be entered.
-bool Store::piece_to_run(uint32_t record, const Key& key, Session& owner, RegionChange& out) {
+bool Store::piece_to_run(uint32_t record, const Key& key, RegionWork& work, RegionChange& out) {
   if (index_.find_exclusive(key) != Index::kAbsent) return false;
   Record& r = index_.record(record);
   {
@@ -109,50 +141,77 @@ bool Store::piece_to_run(uint32_t record, const Key& key, Session& owner, Region
   publish_progress(record, Phase::Writing);
   blocks_.pieces -= 1, blocks_.created += 1, blocks_.used_bytes += extent_of(record).length;
   index_.insert_contents(record);
-  add_unsealed(owner, record);
+  add_unsealed(*work.owner, record);
   out.opened.push_back({record, control(record).generation()});
   return true;
 }
 
-// Each is a run again, or part of those beside it. False: some could not be, and wait for their client, which is told of them as
-// of open parts, or for the session's end.
-bool Store::return_pieces(uint32_t first, Key key, Session& owner, RegionChange& out) {
+// A loose one is a run again, or part of those beside it. False: it could not be, and waits for its client, which is told of it
+// as of an open part, or for the session's end.
+bool Store::return_piece(uint32_t piece, const Key& key, RegionWork& work, RegionChange& out) {
+  const uint64_t region = index_.upkeep(piece).fingerprint.load(std::memory_order_relaxed);
+  const Extent extent = extent_of(piece);
+  blocks_.went_from_loose(extent.length);
+  if (work.owner && join_runs(extent, piece, region, *work.owner, out)) return free_piece(piece), true;
+  if (work.owner && piece_to_run(piece, key, work, out)) return true;
+  out.opened.push_back({piece, control(piece).generation()});  // as keep_only() and abort() know one that was quarantined
+  quarantine_piece(piece);
+  return false;
+}
+
+// All that were cut for a block that is not to be. In slices.
+void Store::return_pieces(uint32_t first, Key key, RegionWork& work, RegionChange& out) {
   for (uint32_t at = first, next; at != Index::kAbsent; at = next) {
     next = next_piece(at);
     key.words[0] += kNextKey;
-    const uint64_t region = index_.upkeep(at).fingerprint.load(std::memory_order_relaxed);
-    if (join_runs(extent_of(at), at, region, owner, out)) {
-      free_piece(at);
-    } else if (!piece_to_run(at, key, owner, out)) {
-      quarantine_pieces(at, owner, out);
-      return false;
-    }
+    goes_on(work);
+    return_piece(at, key, work, out);
   }
-  return true;
 }
 
+// A zombie's, which nobody holds any more, each a part of its region again; false, one of them could not be. Nothing: others took
+// of it meanwhile, or the owner went, and what is left is for who frees zombies. In slices.
+std::optional<bool> Store::take_pieces_back(uint32_t zombie, Key key, RegionWork& work, RegionChange& out) {
+  const uint64_t generation = control(zombie).generation();
+  bool whole = true;
+  for (uint64_t left = extent_of(zombie).length; left > 0;) {
+    const bool on = goes_on(work);
+    const Control now = control(zombie);  // its flags may change
+    if (!on || now.state() != State::Zombie || now.generation() != generation || extent_of(zombie).length != left)
+      return std::nullopt;
+    const uint32_t piece = take_piece(zombie);
+    left -= extent_of(piece).length;
+    key.words[0] += kNextKey;
+    whole &= return_piece(piece, key, work, out);
+  }
+  return whole;
+}
+
+// Its writer may still write to it.
 void Store::quarantine_piece(uint32_t record) {
   blocks_.pieces -= 1, blocks_.quarantined += 1, blocks_.used_bytes += extent_of(record).length;
   transition(record, Event::SessionEnd, State::Quarantined, 0);
-}
-
-void Store::quarantine_pieces(uint32_t first, Session& owner, RegionChange& out) {
-  for (uint32_t at = first, next; at != Index::kAbsent; at = next) {
-    next = next_piece(at);
-    out.opened.push_back({at, control(at).generation()});  // as keep_only() and abort() know one that was quarantined
-    quarantine_piece(at);
-    add_unsealed(owner, at);
+  const uint32_t owner = index_.upkeep(record).owner.load();
+  if (const auto session = sessions_.find(owner); session != sessions_.end()) {
+    add_unsealed(*session->second, record);
+  } else {
+    blocks_.quarantined -= 1;
+    transition(record, Event::SessionLockFree, State::Zombie, kFlagQuarantined);
+    pins_.add_zombie(record);
   }
 }
 
-// The memory of a block that nobody holds any more; its record stays.
-void Store::release_memory(uint32_t block) {
-  blocks_.used_bytes -= extent_of(block).length;
-  each_piece(block, [&](uint32_t record, Extent extent) REQUIRES(mutex_) {
-    arena_.release(extent, record);
-    if (record != block) free_piece(record);
-  });
-  room_.chances += 1;
+// Of a zombie in pieces that nobody holds any more. False: there was no time for all of it.
+bool Store::free_pieces(uint32_t zombie, Slice& slice) {
+  for (uint32_t piece; (piece = take_piece(zombie)) != Index::kAbsent;) {
+    const Extent extent = extent_of(piece);
+    arena_.release(extent, piece);
+    blocks_.went_from_loose(extent.length);
+    free_piece(piece);
+    room_.chances += 1;
+    if (slice.over_now()) return extent_of(zombie).length == 0;
+  }
+  return true;
 }
 
 // ---------------------------------------------------------------- adoption
@@ -188,16 +247,8 @@ bool Store::adopt_piece(uint32_t record) {
     return false;
   layouts_.came(shape.layout);
   blocks_.records += 1, blocks_.pieces += 1;
+  sessions_.seen(index_.upkeep(record).owner.load());
   quarantine_piece(record);
-  const uint32_t owner = index_.upkeep(record).owner.load();
-  sessions_.seen(owner);
-  if (const auto session = sessions_.find(owner); session != sessions_.end()) {
-    add_unsealed(*session->second, record);
-  } else {
-    blocks_.quarantined -= 1;
-    transition(record, Event::SessionLockFree, State::Zombie, kFlagQuarantined);
-    pins_.add_zombie(record);
-  }
   return true;
 }
 

@@ -85,11 +85,13 @@ void Store::scan_zombies(bool all) {
     if (static_cast<int32_t>(since - scan) > 0) {
       ++at;
     } else if (asked.contains(record)) {
+      if (!free_zombie(record, slice)) {
+        mutex_.give_way(), slice.again();
+        at = std::max(at, pins_.held_zombies);
+        continue;  // with what is left of it, unless another scan took that, or has it at another place
+      }
       asked.remove(record);
       pins_.remove_zombie(at);
-      const bool apart = extent_of(record).in_pieces();
-      free_zombie(record);
-      if (apart && slice.over_now()) mutex_.give_way(), slice.again(), at = std::max(at, pins_.held_zombies);
     } else {
       std::swap(pins_.zombies[at++], pins_.zombies[pins_.held_zombies++]);
     }

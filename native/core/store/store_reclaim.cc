@@ -57,9 +57,18 @@ void Store::leave_queue(uint32_t record) {
     policy_.remove(class_of(record), record);
 }
 
-void Store::free_zombie(uint32_t record) {
-  release_memory(record);
+// False: there was no time for all of its pieces.
+bool Store::free_zombie(uint32_t record, Slice& slice) {
+  const Extent extent = extent_of(record);
+  if (extent.in_pieces()) {
+    if (!free_pieces(record, slice)) return false;
+  } else {
+    blocks_.used_bytes -= extent.length;
+    arena_.release(extent, record);
+  }
   if (!demote(record)) free_record(record, Event::LastPinGone);
+  room_.chances += 1;
+  return true;
 }
 
 // What readers got since the last look, of at most so many uses, the sessions in turn: a put answers for no more of what others

@@ -7,7 +7,7 @@
 // it. What is inside a run nobody but its client knows; when the session ends, runs are quarantined as any block that was not
 // sealed.
 //
-// Invariant: between two operations each page of a region belongs to one record, and to the same one in the table and in the
+// Invariant: whenever the lock is free each page of a region belongs to one record, and to the same one in the table and in the
 // arena. Between two steps of one operation the table may name a page twice, never not at all (Store::adopt_records).
 
 #include <algorithm>
@@ -21,7 +21,16 @@
 
 namespace kv {
 namespace {
-constexpr size_t kBlocksOfASlice = 256;
+// Inside the pool, and none over another. It sorts them, so it is no work for who has the lock.
+bool lie_apart(std::span<const Extent> pieces, uint64_t capacity) {
+  std::vector<Extent> sorted(pieces.begin(), pieces.end());
+  for (const Extent& piece : sorted)
+    if (piece.length == 0 || piece.length > capacity || piece.offset > capacity - piece.length) return false;
+  std::sort(sorted.begin(), sorted.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < sorted.size(); ++i)
+    if (sorted[i - 1].end() > sorted[i].offset) return false;
+  return true;
+}
 
 // Whoever reads one goes by its layout; and what stands behind its layers, which is small, is read in one piece.
 void check_item(const Publish& item, const Layout& layout, uint64_t capacity) {
@@ -34,14 +43,8 @@ void check_item(const Publish& item, const Layout& layout, uint64_t capacity) {
   if (item.pieces.empty()) return;
   const uint64_t length = layout.extent_bytes(tokens), layers = layout.layers_bytes(tokens);
   uint64_t bytes = 0;
-  bool good = item.pieces.size() <= kMaxPieces;
-  for (const Extent& piece : item.pieces) {
-    good = good && piece.length > 0 && piece.length <= capacity && piece.offset <= capacity - piece.length;
-    bytes += piece.length;
-  }
-  std::vector<Extent> sorted = item.pieces;
-  std::sort(sorted.begin(), sorted.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
-  for (size_t i = 1; i < sorted.size(); ++i) good = good && sorted[i - 1].end() <= sorted[i].offset;
+  const bool good = item.pieces.size() <= kMaxPieces && lie_apart(item.pieces, capacity);
+  for (const Extent& piece : item.pieces) bytes += piece.length;
   if (!good || bytes != length || length - item.pieces.back().length > layers)
     throw Error(Code::InvalidArgument, std::to_string(item.pieces.size()) + " pieces of " + std::to_string(bytes) +
                                            " bytes cannot be a block of " + std::to_string(tokens) +
@@ -49,7 +52,14 @@ void check_item(const Publish& item, const Layout& layout, uint64_t capacity) {
                                            ", inside the pool and apart, " + std::to_string(length) +
                                            " bytes, and the last has all from byte " + std::to_string(layers) + " on");
 }
+
+// The keys of what is left of a region count up from the one that its client named, in their first word.
+bool may_stand_beside(const Key& rest, const Key& key) {
+  return !std::equal(rest.words.begin() + 1, rest.words.end(), key.words.begin() + 1);
+}
 }  // namespace
+
+bool Store::may_have_records(uint64_t count) { return index_.max_blocks() - blocks_.records + disk_.spare_records() >= count; }
 
 bool Store::has_records(uint64_t count) {
   while (index_.max_blocks() - blocks_.records < count && disk_.spare_records()) free_spare_record();
@@ -98,7 +108,7 @@ void Store::undo_entry(uint32_t record, bool indexed) {
 // Takes `part` out of the run that it lies in, for the record `to`, which is entered already. What is left on the longer side
 // stays that run: each page of the other changes hands, with the lock held. False: what is left could not be entered, and nothing
 // was changed.
-bool Store::carve(Extent part, uint32_t to, const Key& rest, Session& owner, double now, RegionChange& out) {
+bool Store::carve(Extent part, uint32_t to, const Key& rest, RegionWork& work, RegionChange& out) {
   const uint32_t run = arena_.holder(part);
   const Extent before = extent_of(run);
   const Extent left{before.offset, part.offset - before.offset}, right{part.end(), before.end() - part.end()};
@@ -106,13 +116,13 @@ bool Store::carve(Extent part, uint32_t to, const Key& rest, Session& owner, dou
   if (shorter.length) {
     const Shape shape = shape_of(run);
     const uint32_t opened = blocks_.free_head;
-    const CreateRequest same{owner.id, 0, shape.priority, 0, {}};
+    const CreateRequest same{work.owner_id, 0, shape.priority, 0, {}};
     const CreateItem item{
         .key = rest, .fingerprint = index_.upkeep(run).fingerprint.load(std::memory_order_relaxed), .tokens = shape.tokens};
     if (index_.find_exclusive(rest) != Index::kAbsent) return false;
-    if (!enter(same, item, shape.layout, shorter, Index::kAbsent, now)) return undo_entry(opened, false), false;
+    if (!enter(same, item, shape.layout, shorter, Index::kAbsent, work.now)) return undo_entry(opened, false), false;
     index_.insert_contents(opened);
-    add_unsealed(owner, opened);
+    add_unsealed(*work.owner, opened);
     arena_.hand_over(shorter, run, opened);
     out.opened.push_back({opened, control(opened).generation()});
   }
@@ -122,7 +132,7 @@ bool Store::carve(Extent part, uint32_t to, const Key& rest, Session& owner, dou
     blocks_.used_bytes -= before.length - longer.length;
   } else {
     out.ended.push_back({run, control(run).generation()});
-    end_run(owner, run);  // takes off what it had
+    end_run(*work.owner, run);  // takes off what it had
   }
   return true;
 }
@@ -134,39 +144,45 @@ bool Store::is_in_open_run(Extent part, uint32_t owner) {
   return part.offset >= there.offset && part.end() <= there.end();  // its slot may be longer than it is
 }
 
-RegionChange Store::publish_one(const CreateRequest& request, const Publish& item, const KnownLayout& known, Session& owner,
-                                double now) {
+// In slices, one in pieces.
+RegionChange Store::publish_one(const CreateRequest& request, const Publish& item, RegionWork& work) {
   Granted said;
   RegionChange out;
   uint32_t found;
-  const uint64_t length = known.layout.extent_bytes(item.wanted.tokens);
+  const uint64_t length = work.known.layout.extent_bytes(item.wanted.tokens);
   const std::vector<Extent> pieces = item.pieces.empty() ? std::vector<Extent>{{item.offset, length}} : item.pieces;
+  const uint32_t slot = layout_slot(work.known.id);
   const auto open = [&](const Extent& piece) REQUIRES(mutex_) { return is_in_open_run(piece, request.owner); };
-  bool good = std::all_of(pieces.begin(), pieces.end(), open) && is_claimable(item.wanted.key, now, said, found) &&
-              item.rest != item.wanted.key && has_records(2 * pieces.size() + 1);  // the last, for it forgets files
+  const bool good = std::all_of(pieces.begin(), pieces.end(), open) && is_claimable(item.wanted.key, work.now, said, found) &&
+                    may_stand_beside(item.rest, item.wanted.key) && may_have_records(2 * pieces.size() + 1);
   out.status = static_cast<uint8_t>(said.status);
   if (!good) return out;
-  found = index_.find_exclusive(item.wanted.key);  // its file may be forgotten, too
   uint32_t block;
   if (pieces.size() == 1) {
+    if (!has_records(3)) return out;
+    found = index_.find_exclusive(item.wanted.key);  // its file may have been forgotten
     block = blocks_.free_head;
-    if (!enter(request, item.wanted, layout_slot(known.id), pieces[0], found, now)) return undo_entry(block, false), out;
-    if (!carve(pieces[0], block, item.rest, owner, now, out)) return undo_entry(block, true), out;
+    if (!enter(request, item.wanted, slot, pieces[0], found, work.now)) return undo_entry(block, false), out;
+    if (!carve(pieces[0], block, item.rest, work, out)) return undo_entry(block, true), out;
   } else {
-    const std::optional<uint32_t> first = carve_pieces(pieces, item.rest, owner, now, out);
-    if (!first) return out;
+    const uint32_t first = cut_pieces(pieces, item.rest, work, out);
+    if (first == Index::kAbsent) return out;
+    // Others had the lock.
+    const bool claimable = is_claimable(item.wanted.key, work.now, said, found);
     block = blocks_.free_head;
-    name_block(*first, block);
-    const Extent extent = Extent::in_pieces_from(*first, length);
-    const bool free = index_.find_exclusive(item.wanted.key) == found;  // or what is left of the region has its key
-    if (!free || !enter(request, item.wanted, layout_slot(known.id), extent, found, now)) {
-      if (free) undo_entry(block, false);
-      return_pieces(*first, item.rest, owner, out);
+    const Extent extent = Extent::in_pieces_from(first, length);
+    if (!claimable || !enter(request, item.wanted, slot, extent, found, work.now)) {
+      if (claimable) undo_entry(block, false);
+      out.status = static_cast<uint8_t>(said.status);
+      Key rest = item.rest;  // each of its keys may be a run's
+      rest.words[1] += 1;
+      return_pieces(first, rest, work, out);
       return out;
     }
+    name_block(first, block);
   }
   index_.insert_contents(block);
-  add_unsealed(owner, block);
+  add_unsealed(*work.owner, block);
   out.status = static_cast<uint8_t>(Grant::Granted);
   out.block = {block, control(block).generation()};
   counters_.creates += 1;
@@ -176,31 +192,33 @@ RegionChange Store::publish_one(const CreateRequest& request, const Publish& ite
   return out;
 }
 
-Store::Session* Store::still_there(uint32_t owner, const KnownLayout& known) {
-  const auto found = sessions_.find(owner);
-  const uint32_t slot = layout_slot(known.id);
-  const bool there = found != sessions_.end() && !found->second->ended && layouts_.is_known(slot);
-  return there && layouts_.in(slot)->id == known.id ? &*found->second : nullptr;
+// Between two steps: others have the lock where it is time. False: nothing more is to be done.
+bool Store::goes_on(RegionWork& work) {
+  if (work.slice.over()) {
+    mutex_.give_way(), work.slice.again();
+    const auto found = sessions_.find(work.owner_id);
+    work.owner = found != sessions_.end() && !found->second->ended ? &*found->second : nullptr;
+    const uint32_t slot = layout_slot(work.known.id);
+    work.layout_stays = layouts_.is_known(slot) && layouts_.in(slot)->id == work.known.id;
+    work.now = std::min(work.now, clock_.value);  // all scores may have been divided
+  }
+  return work.owner && work.layout_stays;
 }
 
 std::vector<RegionChange> Store::publish(const CreateRequest& request, std::span<const Publish> items) {
+  const auto known = [&] {
+    const Entry entry(*this);
+    check_pool(), session_of(request.owner);
+    return layouts_.by_id(request.layout);
+  }();
+  for (const Publish& item : items) check_item(item, known->layout, pool_.capacity());
   const Entry entry(*this);
   check_pool();
-  Session* owner = &session_of(request.owner);
-  const LayoutTable::Known known = layouts_.by_id(request.layout);
-  for (const Publish& item : items) check_item(item, known->layout, pool_.capacity());
+  layouts_.by_id(request.layout);
+  RegionWork work{request.owner, *known, &session_of(request.owner), use_now()};
   std::vector<RegionChange> out(items.size(), RegionChange{.status = static_cast<uint8_t>(Grant::NoSpace)});
-  double now = use_now();
-  Slice slice(kBlocksOfASlice, 1);
-  for (size_t i = 0; i < items.size(); ++i) {
-    if (slice.over()) {
-      mutex_.give_way(), slice.again();
-      if (!(owner = still_there(request.owner, *known))) break;  // what was done is answered all the same
-      now = std::min(now, clock_.value);                         // all scores may have been divided
-    }
-    out[i] = publish_one(request, items[i], *known, *owner, now);
-  }
-  return out;
+  for (size_t i = 0; i < items.size() && goes_on(work); ++i) out[i] = publish_one(request, items[i], work);
+  return out;  // what was done is answered whatever went meanwhile
 }
 
 // Of the records asked for, zombies all: those that another session reads, the daemon itself, or their owner more than once.
@@ -244,21 +262,21 @@ bool Store::join_runs(Extent part, uint32_t from, uint64_t region, Session& owne
   return true;
 }
 
-bool Store::open_run(Extent part, uint32_t from, const TakeBack& item, uint32_t layout_slot, Session& owner, RegionChange& out) {
+bool Store::open_run(Extent part, uint32_t from, const TakeBack& item, RegionWork& work, RegionChange& out) {
   if (!has_records(1) || index_.find_exclusive(item.key) != Index::kAbsent) return false;
   const uint32_t run = blocks_.free_head;
-  const CreateRequest request{owner.id, 0, kDefaultPriority, 0, {}};
+  const CreateRequest request{work.owner_id, 0, kDefaultPriority, 0, {}};
   const CreateItem wanted{.key = item.key, .fingerprint = item.region, .tokens = 1};
-  if (!enter(request, wanted, layout_slot, part, Index::kAbsent, use_now())) return undo_entry(run, false), false;
+  if (!enter(request, wanted, layout_slot(work.known.id), part, Index::kAbsent, use_now())) return undo_entry(run, false), false;
   index_.insert_contents(run);
-  add_unsealed(owner, run);
+  add_unsealed(*work.owner, run);
   out.opened.push_back({run, control(run).generation()});
   arena_.hand_over(part, from, run);
   return true;
 }
 
-// Of a zombie that nobody holds.
-RegionChange Store::take_one(const TakeBack& item, uint32_t layout_slot, Session& owner) {
+// Of a zombie that nobody holds. In slices, one in pieces.
+RegionChange Store::take_one(const TakeBack& item, RegionWork& work) {
   RegionChange out{.status = static_cast<uint8_t>(Back::Held)};
   const uint32_t record = item.block.record;
   const Control now = control(record);
@@ -266,11 +284,17 @@ RegionChange Store::take_one(const TakeBack& item, uint32_t layout_slot, Session
     return {.status = static_cast<uint8_t>(Back::Gone)};
   const Extent extent = extent_of(record);
   bool whole = true;
-  if (extent.in_pieces())
-    whole = return_pieces(static_cast<uint32_t>(extent.first_piece()), item.key, owner, out);
-  else if (!join_runs(extent, record, item.region, owner, out) && !open_run(extent, record, item, layout_slot, owner, out))
+  if (extent.in_pieces()) {
+    // Where some of its memory is free already, all of it is the store's.
+    const bool all = extent.length == full_length(record);
+    const std::optional<bool> taken = all ? take_pieces_back(record, item.key, work, out) : std::nullopt;
+    if (!taken) return out.status = static_cast<uint8_t>(Back::Gone), out;
+    whole = *taken;
+  } else if (!join_runs(extent, record, item.region, *work.owner, out) && !open_run(extent, record, item, work, out)) {
     return out;
-  blocks_.used_bytes -= extent.length;
+  } else {
+    blocks_.used_bytes -= extent.length;
+  }
   const auto& zombies = pins_.zombies;
   const auto place = std::find_if(zombies.begin(), zombies.end(), [&](const Zombie& zombie) { return zombie.record == record; });
   KV_INVARIANT(place != zombies.end());
@@ -283,8 +307,8 @@ RegionChange Store::take_one(const TakeBack& item, uint32_t layout_slot, Session
 std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, std::span<const TakeBack> items) {
   const Entry entry(*this);
   check_pool();
-  Session* owner = &session_of(owner_id);
   const LayoutTable::Known known = layouts_.by_id(layout);
+  RegionWork work{owner_id, *known, &session_of(owner_id)};
   if (!known->layout.is_one_page())
     throw Error(Code::InvalidArgument, "a block of a region's layout has " +
                                            std::to_string(known->layout.extent_bytes(known->layout.block_tokens)) +
@@ -306,20 +330,15 @@ std::vector<RegionChange> Store::take_back(uint32_t owner_id, uint32_t layout, s
   const auto is_asked = [&](size_t i) { return out[i].status == static_cast<uint8_t>(Back::Held); };
   for (size_t i = 0; i < items.size(); ++i)
     if (is_asked(i)) pins_.asked.remove(items[i].block.record);
-  size_t pieces = protocol::kMaxPiecesPerMessage;  // that may be told of in one answer
-  Slice slice(kBlocksOfASlice, 1);                 // nobody can pin what is a zombie already
-  for (size_t i = 0; i < items.size(); ++i) {
+  size_t pieces = protocol::kMaxPiecesPerMessage;               // that may be told of in one answer
+  for (size_t i = 0; i < items.size() && goes_on(work); ++i) {  // nobody can pin what is a zombie already
     if (!is_asked(i) || held.contains(items[i].block.record)) continue;
-    if (slice.over()) {
-      mutex_.give_way(), slice.again();
-      if (!(owner = still_there(owner_id, *known))) break;
-    }
     if (const uint32_t record = items[i].block.record; control(record).state() == State::Zombie) {
       const size_t its = pieces_of(record).size();
       if (its > pieces) continue;  // held: it is asked for again
       pieces -= its;
     }
-    out[i] = take_one(items[i], layout_slot(known->id), *owner);
+    out[i] = take_one(items[i], work);
   }
   return out;
 }
