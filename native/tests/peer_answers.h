@@ -73,8 +73,9 @@ inline Bytes record(AnswerHost& host) {
   std::thread sender([&] {
     peer::Channel channel(std::move(pair.near));
     peer::Admission admission;
+    peer::ServedSums sums;
     const Key wanted = key(kNumber);
-    peer::BlockSender(*host.store, host.window, admission, channel, "b").answer(kRequest, {&wanted, 1});
+    peer::BlockSender(*host.store, host.window, admission, sums, channel, "b").answer(kRequest, {&wanted, 1});
   });
   Bytes out(1 << 16);
   size_t got = 0;

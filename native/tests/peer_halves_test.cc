@@ -65,7 +65,8 @@ struct Hosts {
     std::jthread peer([&] {
       peer::Channel channel(std::move(ours.far));
       peer::Admission admission;
-      peer::BlockSender sender(*there.store, there.window, admission, channel, "b");
+      peer::ServedSums sums;
+      peer::BlockSender sender(*there.store, there.window, admission, sums, channel, "b");
       try {
         for (;;) {
           const Frame head = channel.take_head(-1);
@@ -165,13 +166,13 @@ struct LargeHost : Rig {
 
 // Layers of the answer to who asks for the block, or its first half, which says where it ends; or for the second, from a layer
 // on.
-uint32_t layers_sent(Store& store, const Window& window, bool half, uint32_t from = 0) {
+uint32_t layers_sent(Store& store, const Window& window, peer::ServedSums& sums, bool half, uint32_t from = 0) {
   Pair pair;
   std::jthread sending([&] {
     peer::Channel channel(std::move(pair.near));
     peer::Admission admission;
     const Key wanted = key(kNumber);
-    peer::BlockSender(store, window, admission, channel, "b").answer(kRequest, {&wanted, 1}, from, half);
+    peer::BlockSender(store, window, admission, sums, channel, "b").answer(kRequest, {&wanted, 1}, from, half);
   });
   peer::Channel channel(std::move(pair.far));
   uint32_t layers = 0, end = 0;
@@ -219,10 +220,11 @@ TEST(who_asks_for_all_of_a_block_is_sent_all_of_it) {
   small.fill(kSix);
   LargeHost large;
   large.fill();
-  CHECK_EQ(layers_sent(*small.store, small.window, false), kSix);
-  CHECK_EQ(layers_sent(*small.store, small.window, true), kSix);
-  CHECK_EQ(layers_sent(*large.store, large.window, false), kLargeLayers);
-  CHECK_EQ(layers_sent(*large.store, large.window, true), kLargeLayers / 2);
+  peer::ServedSums sums;
+  CHECK_EQ(layers_sent(*small.store, small.window, sums, false), kSix);
+  CHECK_EQ(layers_sent(*small.store, small.window, sums, true), kSix);
+  CHECK_EQ(layers_sent(*large.store, large.window, sums, false), kLargeLayers);
+  CHECK_EQ(layers_sent(*large.store, large.window, sums, true), kLargeLayers / 2);
 }
 
 // Fails if the second half counts against what other hosts may hold while the first goes out.
@@ -231,8 +233,22 @@ TEST(the_second_half_is_sent_of_whatever_block_the_first_is) {
   host.fill();
   const auto first = host.store->begin_read(key(kNumber));
   CHECK(first.has_value());
-  CHECK_EQ(layers_sent(*host.store, host.window, true, kLargeLayers / 2), kLargeLayers / 2);
+  peer::ServedSums sums;
+  CHECK_EQ(layers_sent(*host.store, host.window, sums, true, kLargeLayers / 2), kLargeLayers / 2);
   host.store->end_read(first->handle);
+}
+
+// Fails if the checksums that two connections compute, each of its half, are lost, or kept for one half.
+TEST(checksums_of_two_halves_are_the_blocks) {
+  LargeHost host;
+  host.fill();
+  const auto known = [&] { return (host.control(host.handle(kNumber).record).flags() & kFlagChecksummed) != 0; };
+  peer::ServedSums sums;
+  layers_sent(*host.store, host.window, sums, true);
+  CHECK(!known());
+  layers_sent(*host.store, host.window, sums, true, kLargeLayers / 2);
+  CHECK(known());
+  CHECK_EQ(host.store->scrub(0, ~0ull).verified, 1u);
 }
 
 TEST(halves_make_the_block) {
@@ -310,8 +326,9 @@ TEST(copies_in_two_pools_have_other_numbers) {
     std::jthread sending([&] {
       peer::Channel channel(std::move(pair.near));
       peer::Admission admission;
+      peer::ServedSums sums;
       const Key wanted = key(kNumber);
-      peer::BlockSender(*host.store, host.window, admission, channel, "b").answer(kRequest, {&wanted, 1}, kMiddle, true);
+      peer::BlockSender(*host.store, host.window, admission, sums, channel, "b").answer(kRequest, {&wanted, 1}, kMiddle, true);
     });
     peer::Channel channel(std::move(pair.far));
     for (;;) {

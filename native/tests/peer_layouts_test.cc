@@ -56,7 +56,8 @@ struct Connected {
     serving = std::jthread([this, &there] {
       peer::Channel channel(std::move(pair.far));
       peer::Admission admission;
-      peer::BlockSender sender(*there.store, there.window, admission, channel, "b");
+      peer::ServedSums sums;
+      peer::BlockSender sender(*there.store, there.window, admission, sums, channel, "b");
       try {
         for (;;) {
           const Frame head = channel.take_head(-1);
@@ -133,7 +134,8 @@ TEST(a_sender_remembers_few_layouts) {
   std::jthread sending([&] {
     peer::Channel channel(std::move(pair.near));
     peer::Admission admission;
-    peer::BlockSender sender(*there.store, there.window, admission, channel, "b");
+    peer::ServedSums sums;
+    peer::BlockSender sender(*there.store, there.window, admission, sums, channel, "b");
     for (const Key& wanted : keys) sender.answer(kRequest, {&wanted, 1});
   });
   peer::Channel channel(std::move(pair.far));

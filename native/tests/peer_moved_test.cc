@@ -133,7 +133,9 @@ TEST(a_half_that_was_offered_before_its_peer_moved_is_not_asked_for_at_the_new_a
   also_old = &old;
   Played moved([&](Played::Visit& visit, const Frame& head, const Key& key) {
     peer::Admission admission;
-    peer::BlockSender(*there.store, there.window, admission, visit.channel, "b").answer(head.request, {&key, 1}, head.layer);
+    peer::ServedSums sums;
+    peer::BlockSender(*there.store, there.window, admission, sums, visit.channel, "b")
+        .answer(head.request, {&key, 1}, head.layer);
   });
   const Key wanted = key(kNumber);
   peer::Tier tier(*here.store, "b", kSalt, {{.node = "a", .host = "127.0.0.1", .port = old.port, .tells = false}});
@@ -168,7 +170,8 @@ TEST(a_second_half_that_stands_still_is_counted) {
     if (head.item == 1 && head.layer) return;  // nothing comes of the second half
     if (head.item == 0) {
       peer::Admission admission;
-      peer::BlockSender sender(*there.store, there.window, admission, visit.channel, "b");
+      peer::ServedSums sums;
+      peer::BlockSender sender(*there.store, there.window, admission, sums, visit.channel, "b");
       return void(sender.answer(head.request, {&key, 1}, head.layer));
     }
     const uint32_t seconds = host->seconds;

@@ -44,7 +44,8 @@ struct BlockSender::Block {
   bool admitted = false;
   std::optional<ReadJob> job;
   const Layout* layout = nullptr;
-  std::vector<uint32_t> sums;  // of the layers, where they are known
+  std::vector<uint32_t> sums;      // of the layers, where they are known
+  std::vector<uint32_t> computed;  // where they were not, of those that were sent
   uint32_t layers_sent = 0, last = 0, meta_crc = 0;
   bool meta_sent = false, done = false;
 };
@@ -192,6 +193,7 @@ bool BlockSender::advance(Block& block) {
   }
   try {
     if (!send_ready(block)) return false;
+    keep_sums(block);
     const bool whole = block.last == block.layout->num_layers();
     channel_.put(frame(whole ? Kind::Whole : Kind::Half, block), {});
     sent_.blocks += whole;
@@ -247,10 +249,19 @@ void BlockSender::send_layer(Block& block, uint32_t layer) {
   head.layer = layer;
   // The writer's own sum, where it left one: what this host's memory has made of the bytes since is then found out over there.
   head.payload_crc = block.sums.empty() ? sum_of(bytes) : block.sums[layer];
+  if (block.sums.empty()) block.computed.push_back(head.payload_crc);
   if (layer < from_) return channel_.put_summed(head, {});
   channel_.put_summed(head, bytes);
   if (bytes.data() == gathered_.data()) channel_.flush();  // the next ones go into the same memory
   sent_.bytes += bytes.size();
+}
+
+// For the next reader. Of a block that was being written they are left: its writer may leave its own.
+void BlockSender::keep_sums(const Block& block) {
+  if (block.computed.empty() || !block.job->sealed) return;
+  const auto first = block.layers_sent - static_cast<uint32_t>(block.computed.size());
+  const std::vector<uint32_t> all = sums_.add(block.job->handle, block.layout->num_layers(), first, block.computed);
+  if (!all.empty()) store_.keep_checksums(block.job->handle, all);
 }
 
 // Of the pool's memory, or, where they lie in several pieces, together.

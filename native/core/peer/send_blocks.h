@@ -3,9 +3,13 @@
 // reuse while it sends.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <deque>
 #include <list>
+#include <mutex>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "core/peer/channel.h"
@@ -14,11 +18,47 @@
 
 namespace kv::peer {
 
+// Checksums that were computed for a first reader of blocks whose writers left none, until all of a block's layers have theirs:
+// then they are the block's, and the next reader costs no second pass over the bytes. A block may go in two halves, over two
+// connections at once. A hint and nothing more: what is forgotten is computed again.
+class ServedSums {
+ public:
+  // Those of the layers from `first` on. All of the block's, once all of its `layers` are there; else none.
+  std::vector<uint32_t> add(Handle block, uint32_t layers, uint32_t first, std::span<const uint32_t> sums) {
+    if (first == 0 && sums.size() == layers) return {sums.begin(), sums.end()};
+    const std::lock_guard lock(mutex_);
+    const auto same = [&](const Half& half) { return half.block == block; };
+    const auto other = std::find_if(halves_.begin(), halves_.end(), same);
+    if (other == halves_.end()) {
+      if (halves_.size() == kHalves) halves_.pop_front();
+      halves_.push_back({block, first, {sums.begin(), sums.end()}});
+      return {};
+    }
+    const auto& [begin, end] = std::minmax(other->first, first);
+    std::vector<uint32_t> all = other->first == begin ? other->sums : std::vector<uint32_t>(sums.begin(), sums.end());
+    const bool fits = begin == 0 && all.size() == end && other->sums.size() + sums.size() == layers;
+    const std::span<const uint32_t> rest = other->first == begin ? sums : std::span<const uint32_t>(other->sums);
+    all.insert(all.end(), rest.begin(), rest.end());
+    halves_.erase(other);
+    return fits ? all : std::vector<uint32_t>{};
+  }
+
+ private:
+  static constexpr size_t kHalves = 64;  // that wait for their other halves
+  struct Half {
+    Handle block;
+    uint32_t first;
+    std::vector<uint32_t> sums;
+  };
+  std::mutex mutex_;  // guards what follows
+  std::deque<Half> halves_;
+};
+
 class BlockSender {
  public:
   // `node`: who is at the other end.
-  BlockSender(Store& store, const Window& window, Admission& admission, Channel& channel, std::string node)
-      : store_(store), window_(window), admission_(admission), channel_(channel), node_(std::move(node)) {}
+  BlockSender(Store& store, const Window& window, Admission& admission, ServedSums& sums, Channel& channel, std::string node)
+      : store_(store), window_(window), admission_(admission), sums_(sums), channel_(channel), node_(std::move(node)) {}
 
   struct Sent {
     uint64_t blocks = 0, bytes = 0;
@@ -47,12 +87,14 @@ class BlockSender {
   void check_pool() const;
   void send_meta(Block& block);
   void send_layer(Block& block, uint32_t layer);
+  void keep_sums(const Block& block);
   Frame frame(Kind kind, const Block& block) const;
 
   Store& store_;
   const Window& window_;
   std::vector<std::byte> gathered_;  // a layer of a block in pieces
   Admission& admission_;
+  ServedSums& sums_;
   Channel& channel_;
   const std::string node_;
   uint32_t request_ = 0, from_ = 0;

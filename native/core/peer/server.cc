@@ -194,7 +194,7 @@ void Server::serve(Visit& visit) {
     }
     accepted_ += 1;
     Space& shared = *spaces_.at(space);
-    BlockSender sender(*shared.store, shared.window, shared.admission, channel, visitor);
+    BlockSender sender(*shared.store, shared.window, shared.admission, shared.sums, channel, visitor);
     for (;;) {
       visit.idle = true;
       if (visit.outdated) break;

@@ -12,12 +12,11 @@
 #include <vector>
 
 #include "core/peer/handshake.h"
+#include "core/peer/send_blocks.h"
 #include "core/placement/policy.h"
 #include "core/store/pool_window.h"
 
 namespace kv::peer {
-
-class BlockSender;
 
 class Server {
  public:
@@ -50,6 +49,7 @@ class Server {
     Secret salt;
     Window window;
     Admission admission{};
+    ServedSums sums{};
   };
   struct Visit {
     explicit Visit(Fd socket) : channel(std::move(socket)) {}

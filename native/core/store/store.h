@@ -109,8 +109,9 @@ class Store {
   void wait_any(std::span<const Awaited> blocks, uint64_t timeout_us);
   // Throws BlockLost if it is not open, InvalidArgument beyond its end, Fenced if the pool's memory is gone.
   void write(Handle handle, uint64_t offset, std::span<const uint8_t> data);
-  ScrubResult scrub(uint32_t from, uint64_t limit_bytes);  // from a record on; each caller goes through all by itself
-  bool drop_if_corrupt(const Key& key);                    // true if its bytes did not match their checksums
+  void keep_checksums(Handle block, std::span<const uint32_t> sums);  // as computed, of a sealed one without. Throws Fenced
+  ScrubResult scrub(uint32_t from, uint64_t limit_bytes);             // from a record on; each caller goes through all by itself
+  bool drop_if_corrupt(const Key& key);                               // true if its bytes did not match their checksums
 
   // ---- the disk tier, which asks and is told, and is never waited for. `wake` (an eventfd) is written when there is work.
   void attach_disk(int wake, LowerTier* tier);
@@ -266,14 +267,12 @@ class Store {
   double use_now() REQUIRES(mutex_);
   void adopt_clock() REQUIRES(mutex_);
   void keep_origin();
-  double add_use(uint32_t record, double now);
-  double uses(uint32_t record) const REQUIRES(mutex_);
+  double add_use(uint32_t record, double now), uses(uint32_t record) const REQUIRES(mutex_);
   void use(uint32_t record, double now) REQUIRES(mutex_);
   // store_layouts.cc
   const Layout& layout_of(uint32_t slot) const REQUIRES(mutex_);  // of a block
   bool older_readers() REQUIRES(mutex_);
-  void forget_layout_on_disk(uint32_t slot) REQUIRES(mutex_);
-  void evict_layout(uint32_t slot) REQUIRES(mutex_);
+  void forget_layout_on_disk(uint32_t slot) REQUIRES(mutex_), evict_layout(uint32_t slot) REQUIRES(mutex_);
   Shape told(Shape shape) const REQUIRES(mutex_);
   void free_record(uint32_t record, Event event) REQUIRES(mutex_);
   void adopt_layout_on_disk(uint32_t record) REQUIRES(mutex_);
@@ -351,6 +350,7 @@ class Store {
   // store_bytes.cc
   class Reading;
   struct Verdict;
+  bool put_checksums(uint32_t record, std::span<const uint32_t> sums) REQUIRES(mutex_);
   Verdict verify_one(uint32_t record) REQUIRES(mutex_);
   std::vector<uint32_t> layer_checksums(const Layout& layout, std::span<const Extent> pieces, uint32_t tokens) const;
   // store_adopt.cc

@@ -189,6 +189,25 @@ struct Store::Verdict {
   bool known, corrupt;  // there were checksums to compare with; they did not match
 };
 
+// Under the lock, and not behind the back of a write that has begun: the file's header has a checksum of these bytes. False: the
+// pool's memory is gone.
+bool Store::put_checksums(uint32_t record, std::span<const uint32_t> sums) {
+  if (control(record).flags() & (kFlagQueued | kFlagChecksummed)) return true;
+  const Shape shape = shape_of(record);
+  const uint64_t where = layout_of(shape.layout).checksums_offset(shape.tokens);
+  if (!write_pieces(pool_, pieces_of(record), where, sums.data(), 4 * sums.size())) return false;
+  set_flags(record, kFlagChecksummed, 0);
+  return true;
+}
+
+void Store::keep_checksums(Handle block, std::span<const uint32_t> sums) {
+  const Entry entry(*this);
+  const Control now = control(block.record);
+  if (now.generation() != block.generation || now.state() != State::Sealed) return;
+  KV_INVARIANT(sums.size() == layout_of(shape_of(block.record).layout).num_layers());
+  if (!put_checksums(block.record, sums)) check_pool();
+}
+
 // Verifies a sealed block, or computes its checksums where the writer did not; drops it if its bytes do not match. The lock is
 // let go meanwhile.
 Store::Verdict Store::verify_one(uint32_t record) {
@@ -211,11 +230,7 @@ Store::Verdict Store::verify_one(uint32_t record) {
   }
   const Verdict verdict{layout.layers_bytes(shape.tokens), known, false};
   if (control(record).generation() != before.generation()) return verdict;  // it went meanwhile
-  // Under the lock, and not behind the back of a write that has begun meanwhile: the file's header has a checksum of these bytes.
-  if (good && !known && !(control(record).flags() & kFlagQueued)) {
-    good = write_pieces(pool_, pieces, where, sums.data(), 4 * sums.size());
-    if (good) set_flags(record, kFlagChecksummed, 0);
-  }
+  if (good && !known) good = put_checksums(record, sums);
   if (good) return verdict;
   check_pool();
   to_zombie(record, Event::Delete);  // and with it the file: every tier forgets it
