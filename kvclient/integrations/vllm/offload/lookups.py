@@ -51,7 +51,7 @@ class Lookups(OffloadingManager):
         self._verifying: dict[OffloadKey, set[str]] = {}
         # What vLLM is asking for: a request's keys, of which a stretch has one answer.
         self._context: ReqContext | None = None
-        self._groups: set[bytes] = set()  # of its, that were asked for
+        self._firsts: dict[bytes, OffloadKey] = {}  # of its groups that were asked for, where that began
         self._keys: list[OffloadKey] = []
         self._at = 0
         self._note: Note | None = None
@@ -84,19 +84,18 @@ class Lookups(OffloadingManager):
 
     def _place(self, key: OffloadKey, context: ReqContext) -> None:
         """Finds the key among those of its request: the next one, or the first of a group that was not asked
-        for. From a window's end vLLM goes backwards: then it is alone."""
+        for, or is asked for anew. From a window's end vLLM goes backwards: then it is alone."""
         self._settle()
         if context is not self._context:
-            self._groups.clear()
+            self._firsts.clear()
             self._context = context
         elif self._at < len(self._keys) and self._keys[self._at] == key:
             return
         group = bytes(key[-GROUP_BYTES:])
         positions: Any = getattr(context, "_offload_key_positions", ())  # in vLLM's order, of all groups
         self._keys, self._at = [key], 0
-        if group in self._groups or key not in positions:
+        if key not in positions or self._firsts.setdefault(group, key) != key:
             return
-        self._groups.add(group)
         self._keys = list(positions)
         if self._names.groups > 1:
             self._keys = [each for each in positions if each[-GROUP_BYTES:] == group]

@@ -56,6 +56,8 @@ def one_question_for_all_and_nothing_is_promised_that_goes_in_between():
         client.delete(whole[9:10])  # as an eviction
         found = [first, *walked(offloading, KEYS[1:], context)]
         assert asked.call_count == 1, asked.call_count
+        assert set(walked(offloading, KEYS, context)) == {RETRY}, "once more, as for several groups"
+        assert asked.call_count == 2, asked.call_count
     assert HIT not in found
     settled(offloading)
     assert walked(offloading, KEYS, context) == [HIT] * 9 + [MISS]
