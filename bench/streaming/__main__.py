@@ -34,7 +34,8 @@ def measure(args: argparse.Namespace) -> None:
     on = Measured(ensure(example_model.ensure()), args)
     if not on.file.exists():
         progress("rearranging, without a limit")
-        on.ours(64, tokens=1)
+        if "absent" in (made := on.ours(64, tokens=1)):
+            raise SystemExit(f"not rearranged: {made['absent']}")
     found: dict = {"machine": describe(), "threads": args.threads, "rows": {}, "not_run": NOT_RUN}
     print(sentence(found["machine"]), flush=True)
     for name in args.only or [name for name in ROWS if name not in ASKED_FOR]:

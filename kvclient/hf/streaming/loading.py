@@ -1,4 +1,5 @@
-"""What comes to stay in memory: tensors outside of the layers, and the layers' parts that are not streamed.
+"""What comes to stay in memory: tensors outside of the layers, the layers' parts that are not streamed, and
+embedding and head as parts round them.
 
 Owns the threads that read ahead, until the last of it is there. Never puts a tensor into the model.
 Invariant: whoever asks for a part gets its bytes or an error, and what failed is read anew for the next.
@@ -21,10 +22,48 @@ from kvclient.hf.streaming.mover import pages
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.weights.vocabulary import fill
 
-READ_AHEAD = 2  # parts at one time: the second one's reads stand behind the first one's
+READ_AHEAD = 2  # pieces at one time: the second one's reads stand behind the first one's
 
 Told = Callable[[int, int], None]
 Key = tuple[int, str]  # a layer and a part's name
+
+
+def _memory(part: Part) -> memoryview:
+    """Where a part that stays lies. A table is read once, and may be a gigabyte: of small pages a host that
+    takes free memory back has many left, of huge ones few, and each that it brings again costs a first token.
+    """
+    return pages(part.length, huge=len(part.pieces) == 1)
+
+
+class _Coming:
+    """A part that is read ahead, whose pieces come in any order; memory: from the first of them on."""
+
+    def __init__(self, part: Part) -> None:
+        self.whole: Future[memoryview] = Future()
+        self._part, self._left, self._lock = part, len(part.pieces), threading.Lock()
+        self._memory: memoryview | None = None
+
+    def place(self, i: int) -> memoryview:
+        """Where its i-th piece belongs."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = _memory(self._part)
+        at = sum(piece.length for piece in self._part.pieces[:i])
+        return self._memory[at : at + self._part.pieces[i].length]
+
+    def came(self) -> None:
+        """One piece more is in its place; of each once."""
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                assert self._memory is not None
+                self.whole.set_result(self._memory)
+
+    def failed(self, error: BaseException) -> None:
+        """Whoever asks for the part gets it; its other pieces are read for nobody."""
+        with self._lock:
+            if not self.whole.done():
+                self.whole.set_exception(error)
 
 
 class Loading:
@@ -46,9 +85,8 @@ class Loading:
         self._make_scheduler = scheduler
         self.scheduler: Scheduler | None = None  # from begin() on
         self._begun = False
-        ahead_of = [key for key, part in parts.items() if ahead(part)]
-        self._left = deque(ahead_of)
-        self._coming: dict[Key, Future[memoryview]] = {key: Future() for key in ahead_of}
+        self._coming = {key: _Coming(part) for key, part in parts.items() if ahead(part)}
+        self._left = deque((key, i) for key in self._coming for i in range(len(parts[key].pieces)))
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
@@ -74,29 +112,34 @@ class Loading:
     def end(self, closed: Mover | Scheduler) -> None:
         """Closes what it reads by, and gives up what has not come; who waits for a part is told so."""
         closed.close()
-        while (key := self._next()) is not None:
-            if (coming := self._coming.get(key)) is not None:
-                coming.set_exception(Closed("the model's streams were closed"))
+        while (unit := self._next()) is not None:
+            if (coming := self._coming.get(unit[0])) is not None:
+                coming.failed(Closed("the model's streams were closed"))
         for thread in self._threads:
             thread.join()
 
-    def _next(self) -> Key | None:
+    def _next(self) -> tuple[Key, int] | None:
         try:
             return self._left.popleft()
         except IndexError:
             return None
 
     def _run(self) -> None:
-        while (key := self._next()) is not None:
-            coming = self._coming[key]
+        while (unit := self._next()) is not None:
+            key, i = unit
+            coming = self._coming.get(key)
+            if coming is None or coming.whole.done():
+                continue  # another piece of it failed
             try:
-                coming.set_result(self._fill(key))
+                fill(self._mover, key[0], self._parts[key].pieces[i : i + 1], coming.place(i))
             except BaseException as error:  # whoever asks for the part gets it
-                coming.set_exception(error)
+                coming.failed(error)
+            else:
+                coming.came()
 
     def _fill(self, key: Key) -> memoryview:
         part = self._parts[key]
-        held = pages(part.length)
+        held = _memory(part)
         fill(self._mover, key[0], part.pieces, held)
         return held
 
@@ -107,14 +150,14 @@ class Loading:
     def is_there(self, number: int, name: str) -> bool:
         """Whether a layer's part was read ahead and waits in memory for whoever asks for it."""
         coming = self._coming.get((number, name))
-        return coming is not None and coming.done() and coming.exception() is None
+        return coming is not None and coming.whole.done() and coming.whole.exception() is None
 
     def part(self, number: int, name: str) -> memoryview:
         """The bytes of a layer's part, once. Raises StreamingFailed, and Closed."""
         key = number, name
         coming = self._coming.get(key)
         try:
-            found = self._fill(key) if coming is None else coming.result()
+            found = self._fill(key) if coming is None else coming.whole.result()
         except Exception:
             self._coming.pop(key, None)  # the next one reads it anew
             raise

@@ -41,6 +41,7 @@ from kvclient.hf.streaming.scheduler import Mover, Scheduler
 from kvclient.hf.streaming.streams import Streams, pieces_of
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import copies, kept, lies
+from kvclient.hf.streaming.weights.vocabulary import numbered_tables
 
 COPIES = 2  # of a layer's tensors in another type, at one time
 
@@ -92,25 +93,26 @@ class StreamingCausalLM:
             )
         rooms = asked.rooms(Shape.of(model, True, group is not None, found), config.room_tokens)
         with _promised(config, arranged, model.dtype, outside, tables, rooms) as chosen:
-            streamed = {names[role] for role in chosen.vocabulary}
-            stay = {name: source for name, source in others.items() if name not in streamed}
-            tables = {role: tables[role] for role in chosen.vocabulary}
+            stay = {name: source for name, source in others.items() if name not in names.values()}
+            streamed = {role: tables[role] for role in chosen.vocabulary}
             moved = (mover or (lambda files: DiskMover(*files.paths)))(arranged)
             trace = Trace() if config.trace else None
 
             def scheduler() -> Scheduler | None:
-                pieces = pieces_of(arranged, chosen, tables)
+                pieces = pieces_of(arranged, chosen, streamed)
                 slots, ahead = config.n_staging_slots, config.ahead
                 return Scheduler(moved, pieces, slots, ahead, trace) if pieces else None
 
-            with Loading(loading, stay, moved, *_staying(arranged, chosen, model.dtype), scheduler) as came:
+            staying = _staying(arranged, chosen, tables)
+            ahead = functools.partial(lies, dtype=model.dtype, copied=arranged.in_place)
+            with Loading(loading, stay, moved, staying, ahead, scheduler) as came:
                 if all(getattr(torch, source.dtype) == model.dtype for source in stay.values()):
                     came.begin()
                 rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
                 came.begin()  # a tensor that is copied takes its memory twice: not beside that
                 for layer, parts in zip(layers, arranged.layers, strict=True):
                     frame.pack(layer, parts, group, model.dtype)
-                frame.fill_outside(model, rest, arranged.prefix, home.name, streamed)
+                frame.fill_outside(model, rest, arranged.prefix, home.name, set(names.values()))
                 frame.keep_head_in_place(model)
                 streams = Streams(model, layers, arranged, tables, chosen, config, moved, came, trace)
                 belong(model, streams)
@@ -182,17 +184,23 @@ def _promised(
     return promised(made)
 
 
-def _staying(
-    arranged: Arrangement, chosen: Plan, dtype: torch.dtype
-) -> tuple[dict[tuple[int, str], Part], Callable[[Part], bool]]:
-    """Parts that are not streamed, by layer and name, and whether one stays in the memory it is read into."""
-    parts = {
+def _staying(arranged: Arrangement, chosen: Plan, tables: dict[str, Table]) -> dict[tuple[int, str], Part]:
+    """Parts that are not streamed, by layer and name, in the order in which a pass asks for them: the
+    embedding (or one that is the head, too), layers, the head. tables: by role.
+    """
+    layers = {
         (number, name): layer[name]
         for number, layer in enumerate(arranged.layers)
         for name in PARTS
         if name not in chosen.streamed[number]
     }
-    return parts, lambda part: lies(part, dtype, arranged.in_place)
+    rest = {role: table for role, table in tables.items() if role not in chosen.vocabulary}
+    behind = numbered_tables(rest.values(), len(arranged.layers))
+    found = {(number, name): part for number, parts in behind.items() for name, part in parts.items()}
+    first = {
+        key: part for key, part in found.items() if "embedding" in rest and key[1] == rest["embedding"].name
+    }
+    return first | layers | found
 
 
 def _copied(layer: dict[str, Part], dtype: torch.dtype) -> int:

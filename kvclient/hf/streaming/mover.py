@@ -64,11 +64,12 @@ def _opens_direct(path: Path) -> bool:
     return True
 
 
-def pages(length: int) -> memoryview:
-    """Zeroed memory that begins with a page."""
+def pages(length: int, huge: bool = True) -> memoryview:
+    """Zeroed memory that begins with a page. huge: in few pages, which are less work for each read."""
     made = mmap.mmap(-1, max(PAGE, length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them; fewer pages are less work for each read
-        made.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without them
+        if huge:
+            made.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(made)[:length]
 
 

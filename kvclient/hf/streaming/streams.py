@@ -29,7 +29,13 @@ from kvclient.hf.streaming.scheduler import Mover
 from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import Place, Room, check, copies, kept, places, put, without
-from kvclient.hf.streaming.weights.vocabulary import StreamedEmbedding, StreamedHead, digest, numbered
+from kvclient.hf.streaming.weights.vocabulary import (
+    StreamedEmbedding,
+    StreamedHead,
+    digest,
+    numbered,
+    numbered_tables,
+)
 
 ROLES = {"embedding": "input", "head": "output"}
 
@@ -53,9 +59,10 @@ class Streams:
         self, model: Any, layers: Any, arranged: Arrangement, tables: dict[str, Table], chosen: Plan,
         config: StreamingConfig, mover: Mover, came: Loading, trace: Trace | None,
     ) -> None:  # fmt: skip
-        """came: has begun to read."""
+        """tables: by role, those that are streamed and those that stay; came: has begun to read."""
         self.plan, self._dtype = chosen, model.dtype
-        self._layers: list[Any] = list(layers)  # whatever is done to the model's list
+        # Whatever is done to the model's list; behind them embedding and head, if they stay.
+        self._layers: list[Any] = list(layers)
         self._mover = mover
         self.digests: dict[tuple[int, str], Any] = {}  # of streamed weights, once somebody computed them
         self._holding = threading.local()
@@ -68,6 +75,7 @@ class Streams:
         self.computed_s = dict.fromkeys(range(len(layers)), 0.0)
         self.scheduler, self._came, self._in_place = came.scheduler, came, arranged.in_place
         self._stay: dict[int, dict[str, Part]] = {}  # what is still to come of what stays
+        self._same: dict[int, list[torch.nn.Module]] = {}  # modules that share the weight of one that stays
         self._keeping = threading.RLock()  # of that
         self._handles: dict[int, list[RemovableHandle]] = {}  # of hooks that wait for it
         self._away: dict[int, list[list[Place]]] = {}  # what stands for parts outside of their turn
@@ -80,20 +88,26 @@ class Streams:
             stays = {name: part for name, part in parts.items() if name not in chosen.streamed[number]}
             if stays:
                 self._stay[number] = stays
-        self._tables = tables
-        self._vocabulary = {role: getattr(model, f"get_{ROLES[role]}_embeddings")() for role in tables}
+        modules = {role: getattr(model, f"get_{ROLES[role]}_embeddings")() for role in tables}
+        self._tables = {role: table for role, table in tables.items() if role in chosen.vocabulary}
+        self._vocabulary = {role: modules[role] for role in self._tables}
+        stays = {role: table for role, table in tables.items() if role not in chosen.vocabulary}
+        for number, parts in numbered_tables(stays.values(), len(layers)).items():
+            first, *others = [modules[role] for role, table in stays.items() if table.name in parts]
+            self._stay[number], self._same[number] = dict(parts), others
+            self._layers.append(first)
         self.embedding = self._head = None
-        if "embedding" in tables:
+        if "embedding" in self._tables:
             embedding = self._vocabulary["embedding"]
             self.embedding = StreamedEmbedding(embedding, tables["embedding"], mover, len(layers))
-        if "head" in tables:
+        if "head" in self._tables:
             self._head = StreamedHead(self._vocabulary["head"], tables["head"], len(layers))
         self.placement: Placement | None = None
         self._on_host: set[int] = set()  # layers whose weights point to the host's memory
         self._host_threads = config.host_threads
         try:
             self._load(twins)
-            self._begin(list(pieces_of(arranged, chosen, tables)))
+            self._begin(list(pieces_of(arranged, chosen, self._tables)))
         except BaseException:
             self.close()  # else its threads wait for who never comes
             raise
@@ -132,8 +146,12 @@ class Streams:
                     where = list(without(layer, part, self._dtype))
                 else:
                     check(where, part, self._dtype)
+                    for other in self._same.get(number, ()):
+                        check([(other, "weight", where[0][2])], part, self._dtype)
                 held = self._came.part(number, name)
                 put(places(where, part, held, self._dtype, copied=self._in_place))
+                for other in self._same.get(number, ()):
+                    other._parameters["weight"] = layer._parameters["weight"]
                 self._yet.pop((number, name), None)
                 del left[name]
             self._stay.pop(number, None)
@@ -148,7 +166,9 @@ class Streams:
             layer, keep = self._layers[number], functools.partial(self._keep, number)
             for name, part in parts.items():
                 self._yet[number, name] = self._without(layer, part)
-            for module in layer.modules():  # a part may be called by itself
+            for other in self._same.get(number, ()):
+                other._parameters["weight"] = layer._parameters["weight"]
+            for module in [*layer.modules(), *self._same.get(number, ())]:  # a part may be called by itself
                 handle = module.register_forward_pre_hook(lambda *_, keep=keep: keep())
                 self._handles.setdefault(number, []).append(handle)
                 module.register_state_dict_pre_hook(lambda *_, keep=keep: keep())

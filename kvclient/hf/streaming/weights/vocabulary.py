@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from kvclient.hf.awq.head import Head, multiply
-from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
+from kvclient.hf.streaming.files.index import BLOCK_BYTES, Part, Stored, Table
 from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
 from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
 from kvclient.hf.streaming.weights.places import CPU, Away, away, changed
@@ -44,6 +44,17 @@ def check(module: torch.nn.Module, table: Table) -> None:
 def empty(table: Table) -> Any:
     """A parameter of the table's shape and dtype without memory."""
     return away(table.shape, getattr(torch, table.dtype), device=CPU)
+
+
+def numbered_tables(tables: Iterable[Table], first: int) -> dict[int, dict[str, Part]]:
+    """Of tables that stay in memory the parts that hold them, by name, numbered on behind the layers; of one
+    that two modules share, one.
+    """
+    unique = {table.name: table for table in tables}
+    return {
+        first + i: {name: Part(table.pieces, (Stored("weight", table.dtype, table.shape, 0, table.length),))}
+        for i, (name, table) in enumerate(unique.items())
+    }
 
 
 class StreamedEmbedding:

@@ -30,7 +30,7 @@ from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, plan
 
 PROMPT = torch.arange(1, 25)[None]
-STAYS = 3  # the layers from it on, of five
+STAYS, LAYERS = 3, 5  # those from it on stay
 PARTLY = StreamingConfig(residency="partial_resident", keep_first_k=0, keep_last_k=2)
 
 
@@ -42,7 +42,7 @@ class Waits(DiskMover):
         self.may, self.failing = threading.Event(), 0
 
     def fill(self, layer, pieces, slot):
-        if layer >= STAYS:
+        if STAYS <= layer < LAYERS:
             assert self.may.wait(60), f"layer {layer} was waited for"
             if self.failing:
                 self.failing -= 1
@@ -163,18 +163,24 @@ def free(monkeypatch):
 def test_what_is_still_coming_is_not_free_for_the_next_model(checkpoint, free):
     """Each planned with the same memory: of the first one nothing was taken yet."""
     model, mover = opened(checkpoint)
+    model.get_input_embeddings()(PROMPT)  # the table is there, and so are the first two layers
+    for number in range(2):
+        with streams_of(model).scheduler.holding(number, passing=False):
+            pass
     coming = sum(tensor.nbytes for layer in model.model.layers[STAYS:] for tensor in layer.parameters())
     coming += sum(tensor.nbytes for layer in model.model.layers[STAYS:] for tensor in layer.buffers())
     left = free["now"] - residency.free_memory()
     assert coming <= left <= streaming_stats(model)["bytes_held"]
     whole = StreamingCausalLM.from_pretrained(checkpoint, StreamingConfig(residency="full_resident"))
-    free["now"] = streaming_stats(whole)["bytes_held"] + WORKING_BYTES
+    head = model.get_output_embeddings().weight.nbytes  # which comes behind the layers
+    free["now"] = streaming_stats(whole)["bytes_held"] + WORKING_BYTES + head
     second = StreamingCausalLM.from_pretrained(checkpoint)
     assert any(streams_of(second).plan.streamed)
     streams_of(second).close()
     mover.may.set()
     logits(model)
     assert residency.free_memory() == free["now"]  # all of the first is taken
+    free["now"] -= head
     second = StreamingCausalLM.from_pretrained(checkpoint)
     assert not any(streams_of(second).plan.streamed)
     streams_of(model).close()
