@@ -16,7 +16,7 @@ import torch
 
 from kvclient import kernels
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attention import sdpa
+from kvclient.hf.attention import fresh, sdpa
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.kernels import contract
 from kvclient.kernels.cuda_attention import attend_dense
@@ -121,7 +121,7 @@ def attend(
             f"queries for {batch} rows: values must be as the keys are, and both have the queries' rows"
         )
     query, key, value = heads_together(query), heads_together(key), heads_together(value)
-    out = query.new_empty((batch, tokens, heads, head_dim))
+    out = fresh.empty(query, (batch, tokens, heads, head_dim))
     position = positions(keys - tokens, keys, batch) if position is None else position
     args = arguments(query, out, key.shape[1], position, scale, path)
     args.softcap, args.window, args.causal = softcap, window, causal
@@ -162,7 +162,7 @@ def again(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, what: Any
     if _alike(query, key, value) != alike:
         return None
     batch, heads, tokens, head_dim = query.shape
-    out = query.new_empty((batch, tokens, heads, head_dim))
+    out = fresh.empty(query, (batch, tokens, heads, head_dim))
     position = positions(key.shape[2] - tokens, key.shape[2], batch)
     args.q, args.out, args.q_position = query.data_ptr(), out.data_ptr(), position.data_ptr()
     args.threads = torch.get_num_threads()

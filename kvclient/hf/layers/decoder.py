@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvclient.hf.attention import fresh
 from kvclient.hf.layers import kinds
 from kvclient.hf.layers.attention import Attends, normed, of_each
 from kvclient.hf.layers.forwards import Gates, Whole, is_watched, takes_rows
@@ -82,14 +83,22 @@ class Layer:
     def _apart(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """From the first sum on, each part by itself."""
         module, second = self.module, self.module.post_attention_layernorm
-        hidden = hidden + (out * module.residual_multiplier if self.scaled else out)
+        hidden = _sum(hidden, out * module.residual_multiplier if self.scaled else out)
         out = module.mlp(second(hidden))
-        return hidden + (out * module.residual_multiplier if self.scaled else out)
+        return _sum(hidden, out * module.residual_multiplier if self.scaled else out)
 
     def takes_many(self, hidden: Any, angles: Any) -> bool:
         """takes() for many()."""
         rows = not self.packed and takes_rows(hidden, self.module.input_layernorm._parameters.get("weight"))
         return rows and self.attends.takes(hidden, angles) and self.gates.takes(hidden)
+
+
+def _sum(hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """hidden + out; what a part computed by itself may be of another kind."""
+    alike = type(out) is torch.Tensor and (out.dtype, out.shape) == (hidden.dtype, hidden.shape)
+    if not alike or (torch.is_grad_enabled() and (out.requires_grad or hidden.requires_grad)):
+        return hidden + out
+    return torch.add(hidden, out, out=fresh.empty(hidden, hidden.shape))
 
 
 def of_layer(module: Any) -> Callable[..., Any]:
