@@ -67,10 +67,9 @@ struct Stage {
   }
   void publish() { said = store().publish({.owner = world.client.id, .layout = world.rig.layout, .items = {}}, {&item, 1})[0]; }
   void take_back() {  // as a client does, which has it pinned
-    const uint32_t pin = world.client.pin(said.block);
+    world.client.pin(said.block);
     const TakeBack asked{said.block, key(700'000), kRegion};
     said = store().take_back(world.client.id, world.region_layout(), {&asked, 1})[0];
-    if (world.client.board) world.client.clear(pin);
   }
   bool is(Grant status) const { return said.status == static_cast<uint8_t>(status); }
   bool is(Back status) const { return said.status == static_cast<uint8_t>(status); }

@@ -83,7 +83,7 @@ TEST(checksums_that_were_computed_for_a_reader_are_the_blocks) {
   CHECK_EQ(host.store->scrub(0, ~0ull).corrupt, 1u);
 }
 
-// Fails if checksums of a block that is gone, or waits to be written to disk, whose file has others, are written down.
+// Fails if checksums are written down behind a block that took the place of theirs, or is being written.
 TEST(checksums_are_kept_for_what_is_there_alone) {
   Rig host(4 << 20, 64);
   const uint32_t sums[] = {1};

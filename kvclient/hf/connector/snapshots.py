@@ -7,6 +7,7 @@ first to the last of its block.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -196,24 +197,37 @@ class Snapshots:
     def abort(self) -> None:
         """Gives back what was not stored."""
         claimed, self._claimed = self._claimed, {}
-        for _, writer in (snapshot for snapshots in claimed.values() for snapshot in snapshots):
-            try:
-                writer.abort()
-            except ConnectionError:
-                pass
+        for snapshots in claimed.values():
+            _give_back(snapshots)
 
     def _store(self, column: int, states_of: Callable[[int], list[torch.Tensor]]) -> None:
-        """What was claimed behind that column, by its row. What is not sealed stays claimed, for abort()."""
-        claimed = self._claimed.get(column, [])
-        while claimed:
-            row, writer = claimed[0]
-            self.stored.write(writer[0], states_of(row))
-            self._seal(writer)
-            del claimed[0]
-        self._claimed.pop(column, None)
+        """What was claimed behind that column, by its row. What cannot be stored is given back at once: who
+        wants it waits as long as it is claimed.
+        """
+        claimed = self._claimed.pop(column, [])
+        try:
+            while claimed:
+                row, writer = claimed[0]
+                self.stored.write(writer[0], states_of(row))
+                self._seal(writer)
+                del claimed[0]
+        finally:
+            _give_back(claimed)
 
     def _seal(self, writer: Any) -> None:
         try:
             self.published += writer.seal() is not False
         except BlockLost:
             pass  # the lease ended under us: nobody has seen the block, nothing is wrong
+
+
+def _give_back(claimed: list[tuple[int, Any]]) -> None:
+    """All of them, whichever fails: of a store that is gone the claims went with the session."""
+    with contextlib.ExitStack() as each:
+        for _, writer in claimed:
+            each.callback(_abort, writer)
+
+
+def _abort(writer: Any) -> None:
+    with contextlib.suppress(ConnectionError):
+        writer.abort()

@@ -119,8 +119,8 @@ class Request:
             model_kwargs.clear()
             model_kwargs.update(saved)
         self._prefilled(time.perf_counter() - began)
-        if not self._segments:
-            self._keep(cache)
+        if not self._segments and not self._beams:
+            self._kept = weakref.ref(cache)
         if self._steps is not None:
             self._steps.length = self._prompt.length
             self.step = Step(model, cache, self._steps, self._prompt.rows)
@@ -169,10 +169,12 @@ class Request:
     def finish(self) -> None:
         """The call ended, by returning or by an exception. `report` is whole even if this raises."""
         try:
-            if self._generated and self._claims is not None and self._served_model.grouped:
-                self._tolerance.tried(self._claims.ended, self._layers)
-                self._note_published()
-            self._give_back()
+            try:
+                if self._generated and self._claims is not None and self._served_model.grouped:
+                    self._tolerance.tried(self._claims.ended, self._layers)
+                    self._note_published()
+            finally:
+                self._give_back()
         finally:
             if self._end is not None:
                 self._end()
@@ -182,10 +184,6 @@ class Request:
             self._vouch()  # after that: what is alive now is its caller's
             forget_pending()
             self._complete_report()
-
-    def _keep(self, cache: Any) -> None:
-        if not self._beams:
-            self._kept = weakref.ref(cache)
 
     def _vouch(self) -> None:
         """For the cache, if the caller has it."""

@@ -291,6 +291,35 @@ def test_a_state_that_cannot_be_stored_is_given_back(monkeypatch, where, error):
         assert good and kept
 
 
+@pytest.mark.filterwarnings("ignore:generate.. goes on")
+def test_nobody_waits_for_a_state_that_cannot_be_stored(monkeypatch):
+    """Who wants it waits as long as it is claimed: no longer than until the first token."""
+    model, claimed = known("qwen3_next"), []
+    with kvclient.InMemoryClient(64 << 20) as client, attached(model, client):
+        failing = fail(monkeypatch, (StoredStates, "write"), MemoryError)
+
+        def note(ids, scores):
+            claimed.append(client.stats()["created"])
+            return scores
+
+        generate(model, prompt(61), ANSWER, logits_processor=[note])
+        assert failing.failed
+    assert claimed == [0] * ANSWER
+
+
+@pytest.mark.parametrize("good", range(3))
+def test_what_is_claimed_is_given_back_by_who_raises(monkeypatch, good):
+    model = known("qwen3_next")
+    with kvclient.InMemoryClient(64 << 20) as client, attached(model, client, on_error="raise"):
+        failing = fail(monkeypatch, (StoredStates, "write"), MemoryError, good)
+        try:
+            generate(model, prompt(61), ANSWER)
+        except MemoryError as error:
+            kept = error  # with its traceback, and whoever it refers to
+            assert client.stats()["created"] == 0, kept
+        assert failing.failed or good == 2
+
+
 def test_a_seal_that_fails_behind_a_chunk_is_not_tried_behind_each(model, wanted, monkeypatch):
     """A daemon that stands still costs its time limit once, and not once a chunk."""
     with kvclient.InMemoryClient(64 << 20) as client, attached(model, client):
