@@ -10,6 +10,7 @@ them; finish() gives back whatever a pass that failed, or never was, had pinned 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,8 @@ class Continuation(Request):
         self._note_config(config)
         self._claims = Claims(self._client, self._served_model, self._options, self._clock, self._same)
         self._layers = list(cache.layers)
-        self._keep(cache)
+        if not self._beams:
+            self._kept = weakref.ref(cache)
         began = time.perf_counter()
         outputs = run()
         self.report.prefill_s = time.perf_counter() - began
