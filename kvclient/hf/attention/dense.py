@@ -7,7 +7,9 @@ everywhere in transformers, unless the call says where.
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Sequence
 from ctypes import addressof, byref, sizeof
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 from kvclient import kernels
 from kvclient.errors import InvalidArgument
-from kvclient.hf.attention import fresh, sdpa
+from kvclient.hf.attention import sdpa
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.kernels import contract
 from kvclient.kernels.cuda_attention import attend_dense
@@ -24,7 +26,25 @@ from kvclient.kernels.cuda_attention import attend_dense
 _NUMBERS = {"float32": contract.F32, "float16": contract.F16, "uint16": contract.BF16}
 ELEMENTS = {np.dtype(name): number for name, number in _NUMBERS.items()}  # of an array that holds bits, too
 
+ALIGN = 64  # bytes of empty(), as torch's own
+LARGE = 128 << 10  # bytes: below, torch's way is as good, and takes less time
+
 _local = threading.local()
+
+
+def empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """What new_empty() makes: a tensor of this shape, of like's type and on its device, of which nothing was
+    written yet. A large one is in memory of NumPy's: torch asks malloc for aligned memory, of which glibc
+    2.36 cuts off what is over and keeps that for small objects. Where a tensor was, one of the same size does
+    not fit any more, and each layer takes memory of its own for a long prompt (docs/log.md, "A server's
+    memory in the middle of eight long prompts").
+    """
+    size = math.prod(shape) * like.dtype.itemsize
+    if size < LARGE or not like.is_cpu:
+        return like.new_empty(shape)
+    memory = torch.from_numpy(np.empty(size + ALIGN, np.uint8))
+    start = -memory.data_ptr() % ALIGN
+    return memory[start : start + size].view(like.dtype).view(*shape)
 
 
 def run(args: contract.Attention) -> None:
@@ -121,7 +141,7 @@ def attend(
             f"queries for {batch} rows: values must be as the keys are, and both have the queries' rows"
         )
     query, key, value = heads_together(query), heads_together(key), heads_together(value)
-    out = fresh.empty(query, (batch, tokens, heads, head_dim))
+    out = empty(query, (batch, tokens, heads, head_dim))
     position = positions(keys - tokens, keys, batch) if position is None else position
     args = arguments(query, out, key.shape[1], position, scale, path)
     args.softcap, args.window, args.causal = softcap, window, causal
@@ -162,7 +182,7 @@ def again(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, what: Any
     if _alike(query, key, value) != alike:
         return None
     batch, heads, tokens, head_dim = query.shape
-    out = fresh.empty(query, (batch, tokens, heads, head_dim))
+    out = empty(query, (batch, tokens, heads, head_dim))
     position = positions(key.shape[2] - tokens, key.shape[2], batch)
     args.q, args.out, args.q_position = query.data_ptr(), out.data_ptr(), position.data_ptr()
     args.threads = torch.get_num_threads()

@@ -19,7 +19,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from kvclient import kernels
-from kvclient.hf.attention import dense, fresh
+from kvclient.hf.attention import dense
 from kvclient.hf.attention.backends import DTYPES
 from kvclient.hf.attention.handle import expect_nothing, hand_out, take_back
 from kvclient.hf.cache.layer import Shape, StoreLayer, as_array, outside_graphs, room_for, writable
@@ -318,7 +318,7 @@ class InPlaceLayer(StoreLayer):
         """Where the answer goes, and which columns the queries stand in."""
         batch, heads, tokens, head_dim = query.shape
         position = dense.positions(self._length - tokens, self._length, batch)
-        return fresh.empty(query, (batch, tokens, heads, head_dim)), position
+        return dense.empty(query, (batch, tokens, heads, head_dim)), position
 
     def _run(
         self, query: torch.Tensor, out: torch.Tensor, position: torch.Tensor, args: contract.Attention

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvclient.hf.attention import dense, fresh
+from kvclient.hf.attention import dense
 from kvclient.hf.attention.handle import forget_pending, give_handle, stepping
 from kvclient.hf.cache.in_place import InPlaceLayer
 from kvclient.hf.cache.layer import as_array
@@ -67,7 +67,7 @@ class RaggedLayer(CacheLayerMixin):
     ) -> torch.Tensor:  # fmt: skip
         """[tokens of all requests, 1, heads, D], of each over its own request's keys up to itself."""
         query = dense.heads_together(query)
-        out = fresh.empty(query, (query.shape[0], 1, query.shape[1], query.shape[3]))
+        out = dense.empty(query, (query.shape[0], 1, query.shape[1], query.shape[3]))
         sinks = None if sinks is None else sinks.float().contiguous()
         singles = self._counts.count(1)
         parts = [range(singles)] if singles else []

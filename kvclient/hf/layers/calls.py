@@ -10,7 +10,7 @@ from ctypes import byref, sizeof
 
 import torch
 
-from kvclient.hf.attention import fresh
+from kvclient.hf.attention import dense
 from kvclient.kernels import contract
 
 ROWS = {torch.float32: contract.F32, torch.bfloat16: contract.BF16}
@@ -23,7 +23,7 @@ def multiply(
 ) -> torch.Tensor:  # fmt: skip
     """[..., outputs] of x [..., inputs], which takes_product() said yes to; with up, an MLP's gated half."""
     outputs, inputs = weight.shape
-    out = fresh.empty(x, (*x.shape[:-1], outputs))
+    out = dense.empty(x, (*x.shape[:-1], outputs))
     args = contract.Linear(
         _LINEAR, contract.ABI, inputs, outputs, x.numel() // inputs, ROWS[x.dtype], 0,
         torch.get_num_threads(), x.data_ptr(), weight.data_ptr(), None if up is None else up.data_ptr(),
@@ -53,7 +53,7 @@ def multiply_into(
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """[..., width] of x [..., width], which takes_rows() said yes to, and weight [width]."""
-    out, width = fresh.empty(x, x.shape), x.shape[-1]
+    out, width = dense.empty(x, x.shape), x.shape[-1]
     args = contract.Norm(
         _NORM, contract.ABI, x.numel() // width, width, ROWS[x.dtype], 0, torch.get_num_threads(),
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), width, width, epsilon,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvclient.hf.attention import fresh
+from kvclient.hf.attention import dense
 from kvclient.hf.layers import kinds
 from kvclient.hf.layers.attention import Attends, normed, of_each
 from kvclient.hf.layers.forwards import Gates, Whole, is_watched, takes_rows
@@ -98,7 +98,7 @@ def _sum(hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     alike = type(out) is torch.Tensor and (out.dtype, out.shape) == (hidden.dtype, hidden.shape)
     if not alike or (torch.is_grad_enabled() and (out.requires_grad or hidden.requires_grad)):
         return hidden + out
-    return torch.add(hidden, out, out=fresh.empty(hidden, hidden.shape))
+    return torch.add(hidden, out, out=dense.empty(hidden, hidden.shape))
 
 
 def of_layer(module: Any) -> Callable[..., Any]:

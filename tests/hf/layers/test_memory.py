@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvclient.hf import layers
-from kvclient.hf.attention import fresh
+from kvclient.hf.attention import dense
 from tests.hf.layers.test_decoder import SIZES
 from tests.hf.zoo import known, near, prompt
 
@@ -25,7 +25,7 @@ def test_what_layers_hand_on_of_long_prompts_is_not_of_torchs_allocator():
             found = model(ids).logits
     assert near(found, plain, 1e-3)
     taken = [event.self_cpu_memory_usage for event in seen.function_events]
-    large = [size for size in taken if size >= fresh.LARGE]
+    large = [size for size in taken if size >= dense.LARGE]
     assert max(taken) > 0 and len(large) < 6, f"one for each layer, or more: {large}"
 
 
@@ -33,8 +33,8 @@ def test_what_layers_hand_on_of_long_prompts_is_not_of_torchs_allocator():
 @pytest.mark.parametrize("shape", [(3, 5), (1, 700, 96), (0, 4), (1, 70_000)])
 def test_a_fresh_tensor_is_one_of_new_empty(dtype, shape):
     like = torch.empty(2, dtype=dtype)
-    made, wanted = fresh.empty(like, shape), like.new_empty(shape)
+    made, wanted = dense.empty(like, shape), like.new_empty(shape)
     assert (made.shape, made.dtype, made.stride()) == (wanted.shape, wanted.dtype, wanted.stride())
-    assert made.data_ptr() % fresh.ALIGN == 0 and made.is_contiguous()
+    assert made.data_ptr() % dense.ALIGN == 0 and made.is_contiguous()
     made[:] = 3
     assert bool((made.clone() == 3).all())
