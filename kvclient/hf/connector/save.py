@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,9 +235,7 @@ class Publisher:
         try:
             self._settle()  # nobody writes into what is given back now
         finally:
-            for writer in {id(slot.writer): slot.writer for slot in slots}.values():
-                with contextlib.suppress(ConnectionError):
-                    writer.abort()
+            give_back({id(slot.writer): slot.writer for slot in slots}.values())
 
     def _seal(self, writer: Any, index: int | None, blocks: int) -> None:
         try:
@@ -249,3 +247,16 @@ class Publisher:
         except BlockLost:
             self.lost += blocks  # the lease ended under us: nobody has seen the block, nothing is wrong
 
+
+def give_back(writers: Iterable[Any]) -> None:
+    """What they have not sealed, of all of them, whichever fails: of a store that is gone the claims went
+    with the session. Raises what the last of those raised that failed otherwise.
+    """
+    with contextlib.ExitStack() as each:
+        for writer in writers:
+            each.callback(_abort, writer)
+
+
+def _abort(writer: Any) -> None:
+    with contextlib.suppress(ConnectionError):
+        writer.abort()

@@ -7,7 +7,6 @@ first to the last of its block.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from kvclient.blocks.identity import Dimensions, reuse_identity
 from kvclient.blocks.layout import Layout, round_up
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, InvalidArgument, NotPermitted, PinsExhausted
 from kvclient.hf.connector.layer_groups import MISSING, ON_DISK, ON_PEER, PENDING
+from kvclient.hf.connector.save import give_back
 from kvclient.hf.model.states import StateTensor, capture
 
 ALIGN = 16  # bytes of a tensor in a layer
@@ -198,7 +198,7 @@ class Snapshots:
         """Gives back what was not stored."""
         claimed, self._claimed = self._claimed, {}
         for snapshots in claimed.values():
-            _give_back(snapshots)
+            give_back(writer for _, writer in snapshots)
 
     def _store(self, column: int, states_of: Callable[[int], list[torch.Tensor]]) -> None:
         """What was claimed behind that column, by its row. What cannot be stored is given back at once: who
@@ -212,22 +212,10 @@ class Snapshots:
                 self._seal(writer)
                 del claimed[0]
         finally:
-            _give_back(claimed)
+            give_back(writer for _, writer in claimed)
 
     def _seal(self, writer: Any) -> None:
         try:
             self.published += writer.seal() is not False
         except BlockLost:
             pass  # the lease ended under us: nobody has seen the block, nothing is wrong
-
-
-def _give_back(claimed: list[tuple[int, Any]]) -> None:
-    """All of them, whichever fails: of a store that is gone the claims went with the session."""
-    with contextlib.ExitStack() as each:
-        for _, writer in claimed:
-            each.callback(_abort, writer)
-
-
-def _abort(writer: Any) -> None:
-    with contextlib.suppress(ConnectionError):
-        writer.abort()

@@ -154,6 +154,8 @@ class Conversation:
     def _saved(self) -> bool:
         try:
             return self._saved_state.save(self._cache, self._state)
+        except InvalidArgument:
+            raise  # a window that no block can hold is its caller's to mend
         except FAILURES as error:
             log.warning("a turn was not kept: %s: %s", type(error).__name__, error)
             return False

@@ -10,6 +10,7 @@ it for a prefix.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -270,10 +271,11 @@ class Claims:
 
     def abort(self) -> None:
         """Gives back what is not sealed."""
-        for publisher in self._publishers:
-            publisher.abort()
-        if self.snapshots is not None:
-            self.snapshots.abort()
+        with contextlib.ExitStack() as each:  # all of them, whichever fails
+            for publisher in self._publishers:
+                each.callback(publisher.abort)
+            if self.snapshots is not None:
+                each.callback(self.snapshots.abort)
 
     def note_published(self, report: Report) -> None:
         """Writes into the report what came of the claims."""

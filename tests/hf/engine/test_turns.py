@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 import kvclient
-from kvclient.errors import DeadlineExceeded
+from kvclient.errors import DeadlineExceeded, InvalidArgument
 from kvclient.hf import Engine, Window
 from kvclient.hf.engine.saved_state import SavedState
 from tests.hf.engine.test_window import Words, ids
@@ -104,6 +104,12 @@ def test_a_store_that_fails_while_it_keeps_a_turn_is_told(engine, monkeypatch, s
         assert said.tokens == wanted.say(ids(40, seed=turn), 5).tokens
     other = engine.conversation("broken", window=SMALL)
     assert other.say(ids(9), 5).tokens == wanted.say(ids(9), 5).tokens
+
+
+def test_a_window_that_no_block_can_hold_is_the_callers_to_mend(engine, monkeypatch):
+    fail(monkeypatch, STEPS["claim"], InvalidArgument)
+    with pytest.raises(InvalidArgument):
+        engine.conversation("large", window=SMALL).say(ids(40), 5)
 
 
 def test_a_store_without_room_is_told(model):

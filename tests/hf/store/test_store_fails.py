@@ -14,6 +14,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.errors import BlockLost, Closed, DeadlineExceeded, NoSpace, Unavailable
+from kvclient.hf.connector.save import give_back
 from kvclient.hf.connector.snapshots import Snapshots, StoredStates
 from kvclient.hf.request import request
 from kvclient.hf.request.tolerance import MOST_REST_S, REST, Rest
@@ -318,6 +319,21 @@ def test_what_is_claimed_is_given_back_by_who_raises(monkeypatch, good):
             kept = error  # with its traceback, and whoever it refers to
             assert client.stats()["created"] == 0, kept
         assert failing.failed or good == 2
+
+
+def test_all_that_was_claimed_is_given_back_whichever_fails():
+    """A time limit, unlike a store that is gone, says nothing of the other claims."""
+
+    class Late:
+        aborted = 0
+
+        def abort(self):
+            Late.aborted += 1
+            raise DeadlineExceeded("the daemon stands still")
+
+    with pytest.raises(DeadlineExceeded):
+        give_back([Late(), Late(), Late()])
+    assert Late.aborted == 3
 
 
 def test_a_seal_that_fails_behind_a_chunk_is_not_tried_behind_each(model, wanted, monkeypatch):
