@@ -9,6 +9,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <memory>
 #include <random>
 #include <set>
@@ -81,6 +82,55 @@ Key homed(uint32_t home, uint32_t buckets, uint64_t i) {
 }
 
 }  // namespace
+
+TEST(many_keys_are_found_as_one_by_one_however_their_records_lie) {
+  std::mt19937 random(3011);
+  const auto below = [&](uint32_t n) { return std::uniform_int_distribution<uint32_t>(0, n - 1)(random); };
+  for (int round = 0; round < 400; ++round) {
+    Table table(256);
+    std::vector<Key> keys;
+    std::vector<uint32_t> free(256);
+    for (uint32_t i = 0; i < 256; ++i) free[i] = i;
+    if (round % 2) std::shuffle(free.begin(), free.end(), random);
+    if (round % 4 < 2) std::reverse(free.begin(), free.end());
+    const uint32_t count = 1 + below(100), stride = 1 + below(2), seldom = 1 + below(40);
+    for (uint32_t i = 0; i < count; ++i) {
+      keys.push_back(key(1000 * round + i));
+      if (below(seldom) == 0) continue;  // a miss
+      const uint32_t record = free[i * stride];
+      table.add(record, keys.back());
+      if (below(seldom) != 0) continue;
+      // Evicted, and for every second one written again elsewhere: the record in the row still has the key.
+      table.index.erase(keys.back(), record);
+      table.index.record(record).control.store(Control::make(2, State::Zombie).word, std::memory_order_release);
+      if (i % 2) table.add(free[255 - i / 2], keys.back());
+    }
+    std::vector<Find> found(count, Find::Torn);
+    std::vector<Snapshot> where(count);
+    table.index.find_each(keys, found, where);
+    for (uint32_t i = 0; i < count; ++i) {
+      Snapshot alone;
+      CHECK(found[i] == table.index.find(keys[i], alone));
+      if (found[i] == Find::Hit) CHECK_EQ(where[i].record, alone.record);
+    }
+  }
+}
+
+TEST(behind_blocks_in_a_row_the_next_is_found_without_its_bucket) {
+  for (const bool down : {false, true}) {
+    Table table(256);
+    std::vector<Key> keys;
+    for (uint32_t i = 0; i < 64; ++i) {
+      keys.push_back(key(i));
+      table.add(down ? 255 - i : i, keys.back());
+      if (i >= 8) table.index.erase(keys.back(), down ? 255 - i : i);  // from its bucket: the record stays as it is
+    }
+    std::vector<Find> found(64);
+    std::vector<Snapshot> where(64);
+    table.index.find_each(keys, found, where);
+    CHECK_EQ(std::count(found.begin(), found.end(), Find::Hit), 64);
+  }
+}
 
 TEST(a_record_said_to_be_likely_is_believed_only_if_it_is_sealed_and_has_the_key) {
   Table table(64);

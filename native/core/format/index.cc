@@ -8,6 +8,10 @@
 namespace kv {
 namespace {
 
+constexpr size_t kKeysAhead =
+    8;                      // keys between a prefetch and its use; 64 cold keys take 2.8 us with 8, 3.4 with 16, 4.5 with 64
+constexpr size_t kRow = 4;  // keys whose records are a step apart before the next is guessed
+
 // Bit i: slot i has the key's tag, or is empty and the tag 0. Without a branch: where in its bucket a key stands cannot be
 // foreseen, and a misprediction costs as much as the scan.
 uint32_t candidates(const Bucket& bucket, const Key& key) {
@@ -86,10 +90,58 @@ Find Index::find(const Key& key, Snapshot& out) const {
   return Find::Torn;
 }
 
-Find Index::find(const Key& key, uint32_t likely, Snapshot& out) const {
+bool Index::holds(uint32_t likely, const Key& key, Snapshot& out) const {
   bool torn = false;
-  if (likely < max_blocks_ && read_record(likely, key, out, torn) && out.control.state() == State::Sealed) return Find::Hit;
-  return find(key, out);
+  return likely < max_blocks_ && read_record(likely, key, out, torn) && out.control.state() == State::Sealed;
+}
+
+Find Index::find(const Key& key, uint32_t likely, Snapshot& out) const {
+  return holds(likely, key, out) ? Find::Hit : find(key, out);
+}
+
+// Three passes, so that the cache misses of all keys overlap. From key `from` on; with `to_row` only up to the end of the first
+// kRow keys in a row. The first key it did not come to.
+size_t Index::find_by_buckets(std::span<const Key> keys, size_t from, bool to_row, Find* found, Snapshot* where) const {
+  const size_t n = keys.size();
+  uint32_t likely[kKeysAhead];  // of the keys between the second pass and the third
+  uint32_t step = 0;
+  size_t in_row = 0;
+  for (size_t i = from; i < n + 2 * kKeysAhead; ++i) {
+    if (i < n) prefetch_bucket(keys[i]);
+    if (i >= from + 2 * kKeysAhead) {
+      const size_t k = i - 2 * kKeysAhead;
+      found[k] = find(keys[k], likely[k % kKeysAhead], where[k]);
+      const bool next = k > from && found[k] == Find::Hit && where[k].record - where[k - 1].record == step;
+      in_row = next ? in_row + 1 : 1;
+      if (to_row && in_row == kRow) return k + 1;
+      if (k > from) step = where[k].record - where[k - 1].record;  // modulo 2^32, as what it is added to
+    }
+    if (i >= from + kKeysAhead && i < n + kKeysAhead) likely[i % kKeysAhead] = prefetch_record(keys[i - kKeysAhead]);
+  }
+  return n;
+}
+
+// The same as long as the records go on by the step of the last two: the first key that is elsewhere.
+size_t Index::find_in_row(std::span<const Key> keys, size_t from, Find* found, Snapshot* where) const {
+  const uint32_t step = where[from - 1].record - where[from - 2].record;
+  uint32_t likely = where[from - 1].record + step;
+  for (size_t k = from; k < keys.size(); ++k, likely += step) {
+    if (const uint32_t ahead = likely + kKeysAhead * step; ahead < max_blocks_) __builtin_prefetch(&records_[ahead]);
+    if (!holds(likely, keys[k], where[k])) return k;
+    found[k] = Find::Hit;
+  }
+  return keys.size();
+}
+
+void Index::find_each(std::span<const Key> keys, std::span<Find> found, std::span<Snapshot> where) const {
+  bool rows = true;
+  for (size_t at = 0; at < keys.size();) {
+    at = find_by_buckets(keys, at, rows, found.data(), where.data());
+    if (at == keys.size()) return;
+    const size_t end = find_in_row(keys, at, found.data(), where.data());
+    rows = end - at >= kKeysAhead;  // else it was not worth what is asked for ahead, and comes again
+    at = end;
+  }
 }
 
 size_t Index::sightings(uint64_t word, std::span<Sighting> out, bool on_disk) const {

@@ -51,6 +51,9 @@ class Index {
 
   // Reader side.
   Find find(const Key& key, Snapshot& out) const;
+  // The same of each key, the cache misses of many at a time. Blocks that were created together mostly have records in a row:
+  // behind some found a step apart the next key is sought another step on, and where it is there no bucket is read.
+  void find_each(std::span<const Key> keys, std::span<Find> found, std::span<Snapshot> where) const;
   // The cache line that find() reads first.
   void prefetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
   // The record that probably holds the key, by the first bucket it may be in; kAbsent if none there does.
@@ -97,7 +100,10 @@ class Index {
   std::array<uint64_t, 2> contents(uint32_t record) const;  // what the finder knows a block by
   void erase_contents(uint32_t record);
   bool read_record(uint32_t number, const Key& key, Snapshot& out, bool& torn) const;
+  bool holds(uint32_t likely, const Key& key, Snapshot& out) const;  // sealed, and with this key
   Find probe(const Key& key, Snapshot& out) const;
+  size_t find_by_buckets(std::span<const Key> keys, size_t from, bool to_row, Find* found, Snapshot* where) const;
+  size_t find_in_row(std::span<const Key> keys, size_t from, Find* found, Snapshot* where) const;
 
   TableHeader* header_ = nullptr;
   Record* records_ = nullptr;
