@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from kvclient.errors import InvalidArgument
 
 MAX_TTL_S = 10 * 366 * 86_400.0
+MOST_NODE_BYTES = 63  # of a host's name
 
 
 def check_bounds(what: str, value: int, low: int, high: int) -> None:

@@ -151,10 +151,13 @@ class KVClient:
         """Counts a use of each block, for eviction, and says how many were there."""
         return self._call(lambda native: native.touch(keys))
 
-    def prefetch(self, keys: Any, priority: int = 35) -> int:
-        """Has blocks that lie on disk loaded, and waits for nothing. Says how many of the keys are in memory
-        or on their way; loads of higher priority go first."""
-        return self._call(lambda native: native.prefetch(keys, priority))
+    def prefetch(self, keys: Any, priority: int = 35, node: str = "") -> int:
+        """Has blocks that lie on disk loaded, and what other hosts have brought, and waits for nothing. Says
+        how many of the keys are in memory or on their way; loads of higher priority go first. `node`: the
+        host that is known to have them. It is asked before others, though it told nothing of them yet; one
+        that is no peer, or down, counts for nothing.
+        Raises InvalidArgument for a priority or a name that there is not, Unavailable, DeadlineExceeded."""
+        return self._call(lambda native: native.prefetch(keys, priority, node))
 
     def push(self, keys: Any, to: str) -> int:
         """Has another host told to come for these blocks, and waits for nothing: who asks for them there
@@ -229,7 +232,8 @@ class KVClient:
     def stats(self) -> dict[str, Any]:
         """The namespace's figures, by name: used_bytes, capacity_bytes, faulted_bytes, blocks (sealed), pins,
         sessions, hits, misses, evictions and more, all integers. Of its disk tier, 0 without one: disk_files,
-        disk_bytes, disk_quota_bytes, and disk_loaded and disk_written, blocks since the daemon began."""
+        disk_bytes, disk_quota_bytes, and disk_loaded and disk_written, blocks since the daemon began. And
+        `node`, a text: this host's name among its peers, "" without any."""
         return json.loads(self._call(lambda native: native.stats()))
 
     def give_to_device(self, writes: bool = True) -> bool:

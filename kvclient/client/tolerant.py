@@ -74,8 +74,8 @@ class TolerantClient(KVClient):
                 lambda native: native.get(keys, follow, wait_s, verify), lambda: NoBlocks(_count(keys))
             )
 
-    def prefetch(self, keys: Any, priority: int = 35) -> int:
-        return self._tolerate(lambda native: native.prefetch(keys, priority), lambda: 0)
+    def prefetch(self, keys: Any, priority: int = 35, node: str = "") -> int:
+        return self._tolerate(lambda native: native.prefetch(keys, priority, node), lambda: 0)
 
     def push(self, keys: Any, to: str) -> int:
         return self._tolerate(lambda native: native.push(keys, to), lambda: 0)

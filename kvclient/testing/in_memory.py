@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvclient.blocks.layout import DEFAULT_BLOCK_TOKENS, MAX_LOAD_BYTES, layout_blob
-from kvclient.checks import check_bounds, check_real, whole_seconds
+from kvclient.checks import MOST_NODE_BYTES, check_bounds, check_real, whole_seconds
 from kvclient.errors import Closed, InvalidArgument, Unavailable
 from kvclient.testing.in_memory_blocks import Blocks, BlockView, Lookup, split_keys
 from kvclient.testing.in_memory_store import MISSING, PENDING, InMemoryStore, Pin, Session
@@ -98,9 +98,11 @@ class InMemoryClient:
                     blocks[index] = "miss"
         return Blocks(self, blocks)
 
-    def prefetch(self, keys: Any, priority: int = 35) -> int:
-        """How many of the keys are in memory or being written: there is nothing below to load from."""
+    def prefetch(self, keys: Any, priority: int = 35, node: str = "") -> int:
+        """How many of the keys are in memory or being written: there is nothing below to load from, and no
+        host of any name."""
         check_bounds("priority", priority, 0, 100)
+        check_bounds("bytes of a host's name", len(node.encode()), 0, MOST_NODE_BYTES)
         return len(found := self.lookup(keys).states) - found.count(MISSING)
 
     def push(self, keys: Any, to: str) -> int:

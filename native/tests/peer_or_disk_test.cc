@@ -26,10 +26,13 @@ struct Peer final : Fetcher {
   void go() override {}
   bool known(const Key&) const override { return has; }
   double estimate_s(uint64_t) const override { return seconds; }
+  uint64_t named(const std::string&) const override { return 0; }
+  const std::string& node() const override { return name; }
   Presence answer = Presence::Pending;
   bool has = true;
   double seconds = 0.001;
   uint32_t asked = 0;
+  std::string name;
 };
 
 }  // namespace

@@ -46,6 +46,7 @@ def conversations() -> list[bytes]:
         raw.request(raw.LOOK_UP, 3, b"".join(keys)),
         raw.request(raw.DELETE, 3, b"".join(keys)),
         raw.request(raw.TOUCH, 3, b"".join(keys)),
+        raw.request(raw.PROMOTE_FROM, 3, raw.promote_from_body(keys, b"a")),
         raw.request(raw.STATS, 0),
         raw.request(raw.ATTACH, 1, raw.attach_body()),
     ]

@@ -19,6 +19,7 @@ OLDEST_VERSION = 2
 OPS = range(1, 15)
 (ATTACH, REGISTER_LAYOUT, CREATE, SEAL, ABORT, LOOK_UP, DELETE,
  TOUCH, STATS, TOKEN, PROMOTE, SUSPECT, KEEP, ALLOW_PINS) = OPS  # fmt: skip
+PROMOTE_FROM = 23
 HEAD = struct.Struct("<IHHII")
 ATTACHED = struct.Struct("<IIQQQQQ16s32s")
 PINS_OFFSET = 8192
@@ -45,6 +46,10 @@ def create_body(
 
 def promote_body(keys: list[bytes], priority: int = 35) -> bytes:
     return struct.pack("<II", priority, 0) + b"".join(keys)
+
+
+def promote_from_body(keys: list[bytes], node: bytes, priority: int = 35) -> bytes:
+    return struct.pack("<II64s", priority, 0, node) + b"".join(keys)
 
 
 def keep_body(items: bytes, more: int = 0) -> bytes:

@@ -49,6 +49,7 @@ def good_messages(layout: int, granted: tuple[int, int], key: bytes) -> list[byt
         request(raw.STATS, 0),
         request(raw.TOKEN, 0),
         request(raw.PROMOTE, 2, raw.promote_body(keys)),
+        request(raw.PROMOTE_FROM, 2, raw.promote_from_body(keys, b"n" * 64)),
         request(raw.SUSPECT, 2, b"".join(keys)),
         request(raw.KEEP, 1, raw.keep_body(block_item(record, generation))),
         request(raw.KEEP, 0, raw.keep_body(b"")),
@@ -360,7 +361,15 @@ def test_priorities_are_bounded(watched):
         for priority in (101, (1 << 32) - 1):
             status, text = session.ask(request(raw.PROMOTE, 1, raw.promote_body(new_keys(1), priority)))
             assert status != 0 and str(priority).encode() in text and b"100" in text
+            status, text = session.ask(
+                request(raw.PROMOTE_FROM, 1, raw.promote_from_body(new_keys(1), b"a", priority))
+            )
+            assert status != 0 and str(priority).encode() in text and b"100" in text
         assert session.ask(request(raw.PROMOTE, 1, raw.promote_body(new_keys(1), 100)))[0] == 0
+        whole = raw.promote_from_body(new_keys(2), b"a")
+        for cut in (0, 7, 8, 71, 72, len(whole) - 1):  # of the head, of the name, of the last key
+            assert session.ask(request(raw.PROMOTE_FROM, 2, whole[:cut]))[0] != 0
+        assert session.ask(request(raw.PROMOTE_FROM, 2, whole)) == (0, bytes(16)), "two that are missing"
     attacked.survived()
 
 

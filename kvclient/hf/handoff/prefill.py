@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from kvclient.checks import MOST_NODE_BYTES
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.hf.handoff.first_token import First, choice_of, chosen, sampler_state
 from kvclient.hf.handoff.lease import outlast
-from kvclient.hf.handoff.prompts import MARK_BYTES, Handoff, chains_of
+from kvclient.hf.handoff.prompts import MARK_BYTES, Handoff, chains_of, packed
 from kvclient.hf.handoff.thread import Prefill
 
-MOST_NODE_BYTES = 63
 CLAIM_S = 30.0  # for the prefill to begin; a long digest of the model may come before it
 
 
@@ -50,6 +50,9 @@ def hand_off(
     size = attachment.chunker.block_tokens
     Handoff(attachment.identity, rows, size, mark, lease_s).check()
     chains, client = chains_of(attachment, model, rows), attachment.client
+    keys, node = packed(chains), ""
+    with contextlib.suppress(KVClientError):  # without a store there is no block either
+        node = client.stats().get("node", "")
     settings = dataclasses.replace(attachment._local.settings, static=False)
 
     how = choice_of(model, inputs, rows)
@@ -82,4 +85,6 @@ def hand_off(
     with contextlib.suppress(KVClientError):  # it is asked for there all the same, once it is resumed
         for chain in chains if to is not None else ():
             pushed += client.push(chain, to)
-    return Handoff(attachment.identity, rows, size, mark, lease_s, pushed=pushed, _prefill=prefill)
+    return Handoff(
+        attachment.identity, rows, size, mark, lease_s, node, pushed=pushed, _keys=keys, _prefill=prefill
+    )

@@ -14,7 +14,7 @@ import torch
 
 from kvclient.errors import InvalidArgument, KVClientError
 from kvclient.hf.handoff.first_token import continued
-from kvclient.hf.handoff.prompts import Handoff, chains_of
+from kvclient.hf.handoff.prompts import KEY_BYTES, Handoff, chains_of
 
 FETCH_S = 5.0  # for the first layer, beside what this host has
 
@@ -32,8 +32,9 @@ def batch(rows: tuple[tuple[int, ...], ...], pad: int, device: Any) -> dict[str,
 
 def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, options: dict[str, Any]) -> Any:
     """generate() of the handed prompts, which takes what has been computed of them, the first token too if
-    the handoff has it and it was chosen by the same options. Raises InvalidArgument
-    where the model, its dtype, the codec or the way it is cut is another than where it was handed off."""
+    the handoff has it and it was chosen by the same options. Raises InvalidArgument where the model, its
+    dtype, the codec or the way it is cut is another than where it was handed off, or the keys are not those
+    of its tokens."""
     if handoff.identity != attachment.identity:
         raise InvalidArgument(
             f"the handoff is of identity {handoff.identity.hex()[:16]}…, this model's is "
@@ -44,6 +45,7 @@ def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, options: d
             f"the handoff has blocks of {handoff.block_tokens} tokens, here they have "
             f"{attachment.chunker.block_tokens}: attach with block_tokens={handoff.block_tokens}"
         )
+    keys = _keys_of(attachment, model, handoff)
     pad = options.get("pad_token_id", getattr(model.generation_config, "pad_token_id", None))
     inputs = batch(handoff.rows, pad if isinstance(pad, int) else 0, model.device)
     behind = continued(model, handoff.first, handoff.rows, inputs, options)
@@ -53,22 +55,37 @@ def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, options: d
         if behind.ended:
             return inputs["input_ids"]
     told = attachment.keeping(tails=True)
-    with handoff.lease(attachment.client), _held(attachment, model, handoff), told:
+    with handoff.lease(attachment.client), _held(attachment.client, keys, handoff.node), told:
         return model.generate(**inputs, **options)
 
 
+def _keys_of(attachment: Any, model: torch.nn.Module, handoff: Handoff) -> list[Any]:
+    """Of the blocks that are asked for, in parts: those that it names, if they are those of its tokens, or
+    else what its tokens make. Raises InvalidArgument."""
+    served, named = attachment._current(model), handoff.keys
+    if not named or served is None:
+        return chains_of(attachment, model, handoff.rows)
+    known = {named[at : at + KEY_BYTES] for at in range(0, len(named), KEY_BYTES)}
+    for number, row in enumerate(handoff.rows):
+        if not known.issuperset(attachment.chunker.chain(served.identity, row).keys):
+            raise InvalidArgument(
+                f"prompt {number} of the handoff has blocks that it does not name: its keys are not those of "
+                "its tokens, or its prompts are cut by another chunker="
+            )
+    return [named]
+
+
 @contextlib.contextmanager
-def _held(attachment: Any, model: torch.nn.Module, handoff: Handoff) -> Iterator[None]:
-    """Has the blocks brought here, and holds them, so that nothing of them is evicted before generate() has
-    it; of those that are still computed it waits for the first layer."""
-    chains = chains_of(attachment, model, handoff.rows)
+def _held(client: Any, keys: list[Any], node: str) -> Iterator[None]:
+    """Has the blocks brought here, from that host before any other, and holds them, so that nothing of them
+    is evicted before generate() has it; of those that are still computed it waits for the first layer."""
     handles: list[Any] = []
     try:
         with contextlib.suppress(KVClientError):
-            for chain in chains:
-                attachment.client.prefetch(chain)
-            for chain in chains:
-                handles.append(attachment.client.get(chain, follow=True, wait_s=FETCH_S))
+            for part in keys:
+                client.prefetch(part, node=node)
+            for part in keys:
+                handles.append(client.get(part, follow=True, wait_s=FETCH_S))
         yield
     finally:
         for handle in handles:

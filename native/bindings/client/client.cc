@@ -93,12 +93,12 @@ nb::object get(Client& client, nb::handle source, bool follow, double wait_s, bo
 }
 
 // How many of the keys are in memory or on their way there.
-size_t prefetch(Client& client, nb::handle source, long long priority) {
+size_t prefetch(Client& client, nb::handle source, long long priority, const std::string& node) {
   const KeysArgument keys(source);
   check_range("priority", priority, 0, kMaxPriority);
   const WithoutGil released;
   size_t count = 0;
-  for (const auto& promise : client.promote(keys.keys(), static_cast<uint32_t>(priority)))
+  for (const auto& promise : client.promote(keys.keys(), static_cast<uint32_t>(priority), 0, node))
     count += promise.presence != static_cast<uint32_t>(Presence::Missing);
   return count;
 }
@@ -239,7 +239,7 @@ void bind_client(nb::module_& m) {
       .def("lookup", lookup, nb::arg("keys").none(), nb::arg("peers") = false)
       .def("get", get, nb::arg("keys").none(), nb::arg("follow") = false, nb::arg("wait_s") = 0.0, nb::arg("verify") = false)
       .def("push", push, nb::arg("keys").none(), nb::arg("to"))
-      .def("prefetch", prefetch, nb::arg("keys").none(), nb::arg("priority") = kDefaultPriority)
+      .def("prefetch", prefetch, nb::arg("keys").none(), nb::arg("priority") = kDefaultPriority, nb::arg("node") = "")
       .def("load_estimate_s", &Client::load_estimate_s, nb::arg("length_bytes"))
       .def("peer_estimate_s", &Client::peer_estimate_s, nb::arg("length_bytes"))
       .def("peers_up", &Client::peers_up)

@@ -206,8 +206,10 @@ class Client {
   // The blocks that are in memory, pinned; with `follow` also those being written. Waits for nothing. Throws Detached.
   std::shared_ptr<BlockBatch> get(std::span<const Key> keys, bool follow);
   // Asks the daemon to load what lies on disk, and to have brought what other hosts have: for so long, 0: whoever waits. Waits
-  // for nothing.
-  std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority, uint32_t wanted_ms = 0);
+  // for nothing. `node`: the host that is said to have them, which is asked first; a hint, which an older daemon is not given.
+  // Throws InvalidArgument for a name that none can have, Detached for an answer of another size.
+  std::vector<protocol::PromiseItem> promote(std::span<const Key> keys, uint32_t priority, uint32_t wanted_ms = 0,
+                                             const std::string& node = "");
   // Has that host told to come for these blocks, and waits for nothing. How many it is told of: what waits to be told is bounded.
   // Throws Unavailable if it takes none now, InvalidArgument for a name that none can have.
   uint32_t push(std::span<const Key> keys, const std::string& node);

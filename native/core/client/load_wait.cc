@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,16 +16,30 @@
 #include "core/format/meta.h"
 
 namespace kv {
-std::vector<protocol::PromiseItem> Client::promote(std::span<const Key> keys, uint32_t priority, uint32_t wanted_ms) {
+std::vector<protocol::PromiseItem> Client::promote(std::span<const Key> keys, uint32_t priority, uint32_t wanted_ms,
+                                                   const std::string& node) {
+  protocol::PushHead named{};
+  if (node.size() >= sizeof named.node)
+    throw Error(Code::InvalidArgument, "a host's name has at most " + std::to_string(sizeof named.node - 1) +
+                                           " bytes, this one " + std::to_string(node.size()));
+  std::memcpy(named.node, node.data(), node.size());
+  const protocol::Op op = node.empty() ? protocol::Op::Promote : protocol::Op::PromoteFrom;
   const std::shared_ptr<Attachment> at = usable();
   std::vector<protocol::PromiseItem> out;
   for (size_t first = 0; first < keys.size(); first += kMaxKeysPerMessage) {
     const auto part = keys.subspan(first, std::min<size_t>(kMaxKeysPerMessage, keys.size() - first));
     std::vector<uint8_t> body;
     protocol::append(body, protocol::PromoteHead{priority, wanted_ms});
+    if (!node.empty()) protocol::append(body, named);
     body.insert(body.end(), reinterpret_cast<const uint8_t*>(part.data()),
                 reinterpret_cast<const uint8_t*>(part.data()) + part.size_bytes());
-    const std::vector<uint8_t> answer = at->ask(protocol::Op::Promote, static_cast<uint32_t>(part.size()), body);
+    std::vector<uint8_t> answer;
+    try {
+      answer = at->ask(op, static_cast<uint32_t>(part.size()), body);
+    } catch (const Error& error) {
+      if (node.empty() || error.code != Code::InvalidArgument) throw;
+      return promote(keys, priority, wanted_ms);  // a daemon that does not know the operation
+    }
     protocol::Reader reader(answer);
     for (const auto& item : reader.take<protocol::PromiseItem>(part.size())) out.push_back(item);
     if (!reader.at_end()) throw Error(Code::Detached, "the daemon's answer to a promotion cannot be read");

@@ -47,12 +47,13 @@ enum class Op : uint16_t {
   Push,
   PublishPieces,
   TakeBackPieces,
-  kLast = TakeBackPieces
+  PromoteFrom,
+  kLast = PromoteFrom
 };
 inline constexpr const char* kOpNames[] = {
-    "attach",    "register_layout", "create",  "seal",    "abort",          "lookup",          "delete",    "touch",
-    "stats",     "token",           "promote", "suspect", "keep",           "allow_pins",      "elsewhere", "publish",
-    "take_back", "pin_terms",       "device",  "push",    "publish_pieces", "take_back_pieces"};
+    "attach",    "register_layout", "create",  "seal",    "abort",          "lookup",           "delete",      "touch",
+    "stats",     "token",           "promote", "suspect", "keep",           "allow_pins",       "elsewhere",   "publish",
+    "take_back", "pin_terms",       "device",  "push",    "publish_pieces", "take_back_pieces", "promote_from"};
 static_assert(std::size(kOpNames) == static_cast<size_t>(Op::kLast));  // by op - 1; the labels of the latency metrics
 
 struct Request {
@@ -172,6 +173,10 @@ struct PinsWanted {
 struct PushHead {
   char node[kMaxNamespace + 1];
 };
+
+// PromoteFrom: a PromoteHead, a PushHead and count keys. As Promote, of blocks that the host of that name is said to have: it is
+// asked first, also where it told nothing of them. A name that is none of this daemon's peers counts for nothing. A daemon that
+// does not know the operation refuses it.
 
 // Publish, TakeBack: a RegionHead and `count` items; the reply has a RegionItem each. A daemon that does not know these
 // operations refuses them.

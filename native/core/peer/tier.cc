@@ -98,6 +98,7 @@ Presence Tier::fetch(const Key& key, uint32_t priority, Wanting wanting) {
   if (const auto flight = flights_.find(key); flight != flights_.end()) {
     Flight& f = flight->second;
     f.wanted_by(wanting);
+    prefer(key, f, wanting.first);
     auto& queue = peers_[f.peer]->queue;
     if (~priority < f.place.first) {  // wanted again, and sooner
       auto node = queue.extract(f.place);
@@ -107,16 +108,26 @@ Presence Tier::fetch(const Key& key, uint32_t priority, Wanting wanting) {
     return Presence::Pending;
   }
   if (const auto vain = in_vain_.find(mark_of(key, false)); vain != in_vain_.end()) {
-    if (monotonic_ms() < vain->second) return Presence::Missing;
+    const Directory::Mask others = wanting.first & usable_.load() & ~vain->second.asked;
+    if (monotonic_ms() < vain->second.until_ms && !others) return Presence::Missing;
     in_vain_.erase(vain);
   }
   if (flights_.size() >= kMaxFlights || !usable_.load()) return Presence::Missing;
   Flight& flight = flights_[key];
   flight.place = {~priority, ++arrivals_};
   flight.wanted_by(wanting);
+  flight.route.first = wanting.first;
   if (place(key, flight)) return Presence::Pending;
   flights_.erase(key);
   return Presence::Missing;
+}
+
+// One that waits for anybody's word need not: somebody was named. What is in a queue, or was asked for, stays there.
+void Tier::prefer(const Key& key, Flight& flight, Directory::Mask first) {
+  flight.route.first |= first;
+  if (flight.waits != Step::WaitForWord || !(first & usable_.load() & ~flight.route.asked)) return;
+  hoped_for_.erase(mark_of(key, false));
+  place(key, flight);
 }
 
 void Tier::go() {
@@ -255,13 +266,13 @@ void Tier::wait_for(const Key& key, Flight& flight, uint64_t for_ms) {
 
 void Tier::end_flight(const Key& key, bool in_vain) {
   const auto flight = flights_.find(key);
-  const bool asked = flight->second.route.asked != 0;
+  const Directory::Mask asked = flight->second.route.asked;
   if (flight->second.waits == Step::WaitForWord) hoped_for_.erase(mark_of(key, false));
   flights_.erase(flight);
   if (parked_.layers(key)) abandoned_.push_back(key), care_.notify_one();
   if (!in_vain) return;
   if (in_vain_.size() >= kMaxInVain) in_vain_.clear();
-  in_vain_[mark_of(key, false)] = monotonic_ms() + (asked ? kInVainMs : kNoWordMs);
+  in_vain_[mark_of(key, false)] = {monotonic_ms() + (asked ? kInVainMs : kNoWordMs), asked};
 }
 
 void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<std::string>& instead) {

@@ -72,6 +72,8 @@ class Tier final : public Fetcher {
   void go() override;
   bool known(const Key& key) const override { return (directory_.holders(key) & usable_.load()) != 0; }
   double estimate_s(uint64_t bytes) const override;
+  uint64_t named(const std::string& node) const override;
+  const std::string& node() const override { return node_; }
   void placer_ended() { loans_.process_ended(); }  // the process that places blocks: nothing of it writes any more
   std::vector<PeerStats> stats();                  // one a peer, in the order of their addresses
 
@@ -124,6 +126,10 @@ class Tier final : public Fetcher {
     void wanted_by(Wanting wanting);
     bool is_wanted() const;
   };
+  struct Vain {             // nobody had it
+    uint64_t until_ms = 0;  // asking again asks none of those that were
+    Directory::Mask asked = 0;
+  };
   using Lock = std::unique_lock<std::mutex>;
 
   void run(size_t peer, size_t stream);
@@ -143,6 +149,7 @@ class Tier final : public Fetcher {
   void ended(size_t peer, const Key& key, Outcome outcome, const std::vector<std::string>& instead);
   bool send_on(const Key& key, Flight& flight);
   bool place(const Key& key, Flight& flight);
+  void prefer(const Key& key, Flight& flight, Directory::Mask first);
   void wake_streams();
   double cost_s(size_t peer) const;
   void wait_for(const Key& key, Flight& flight, uint64_t for_ms);
@@ -182,7 +189,7 @@ class Tier final : public Fetcher {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::unordered_map<Key, Flight, KeyHash> flights_;
-  std::unordered_map<uint64_t, uint64_t> in_vain_;   // mark -> until when asking again asks no peer (ms)
+  std::unordered_map<uint64_t, Vain> in_vain_;       // by mark
   std::unordered_map<uint64_t, Key> hoped_for_;      // mark -> a key that waits for a peer's word
   std::multimap<uint64_t, Key> waits_;               // when the wait of a flight ends (ms)
   std::multimap<uint64_t, size_t> crowded_;          // when a peer is looked at (ms)

@@ -88,6 +88,13 @@ void Tier::let_go_of_all(Waiter waiter) {
 
 // ---------------------------------------------------------------- the peers
 
+uint64_t Tier::named(const std::string& node) const {
+  Lock lock(mutex_);
+  const auto number = numbers_.find(node);
+  if (number == numbers_.end() || peers_[number->second]->left) return 0;
+  return Directory::Mask{1} << number->second;
+}
+
 // Where a name is or may be; kMaxPeers: nowhere.
 size_t Tier::slot_for(const std::string& node) const {
   if (const auto known = numbers_.find(node); known != numbers_.end()) return known->second;

@@ -90,8 +90,10 @@ void Tier::hear(const std::vector<uint64_t>& marks) {
     if (hope == hoped_for_.end()) continue;
     const Key key = hope->second;
     hoped_for_.erase(hope);
-    if (const auto flight = flights_.find(key); flight != flights_.end() && !send_on(key, flight->second))
-      end_flight(key, true), in_vain = true;  // it went again at once
+    const auto flight = flights_.find(key);
+    if (flight == flights_.end()) continue;
+    ask_again(flight->second.route);  // one that was named may have been asked before it had it
+    if (!send_on(key, flight->second)) end_flight(key, true), in_vain = true;  // it went again at once
   }
   lock.unlock();
   if (in_vain) store_.load_ended();

@@ -51,6 +51,7 @@ inline constexpr uint64_t kTurnMs = 4, kLongestTurnMs = 64;  // until one that w
 // The way of one block that somebody here wants.
 struct Route {
   Directory::Mask asked = 0, referred = 0;  // peers that were asked; that are said to get it
+  Directory::Mask first = 0;                // that who wants it was told of: asked before any other, and without their word
   int blind = 0;                            // of those asked, the ones that were not known to have it
   uint32_t tries = 0;
   bool busy = false;  // one that has it had no turn to give
@@ -70,6 +71,7 @@ Next next_step(const Directory& directory, Directory::Mask usable, const Key& ke
     route.asked |= Directory::Mask{1} << peer;
     return Next{Step::Ask, peer};
   };
+  if (const auto chosen = choose(route.first & open, turn, cost)) return ask(*chosen);
   if (const auto chosen = choose((directory.holders(key) | route.referred) & open, turn, cost)) return ask(*chosen);
   if (route.blind < kMostBlind) {
     if (const auto chosen = choose(open & ~directory.complete(), turn, cost)) {
@@ -81,7 +83,7 @@ Next next_step(const Directory& directory, Directory::Mask usable, const Key& ke
     const uint64_t pause_ms = std::min(kTurnMs << std::min(route.tries++, 4u), kLongestTurnMs);
     return {Step::WaitForTurn, 0, pause_ms + turn % kTurnMs};
   }
-  if (route.asked || route.tries++) return {Step::GiveUp};
+  if ((route.asked & ~route.first) || route.tries++) return {Step::GiveUp};
   return {Step::WaitForWord, 0, kWordMs};
 }
 

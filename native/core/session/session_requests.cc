@@ -92,24 +92,28 @@ std::vector<uint8_t> device(Store& store, uint32_t session, protocol::Reader bod
   return {};
 }
 
+std::string node_of(const protocol::PushHead& head) { return {head.node, ::strnlen(head.node, sizeof head.node - 1)}; }
+
 std::vector<uint8_t> push(Store& store, uint32_t count, protocol::Reader body) {
   const auto head = body.take<protocol::PushHead>();
   const auto keys = body.take<Key>(count);
   need_end(body);
-  const std::string node(head.node, ::strnlen(head.node, sizeof head.node - 1));
   std::vector<uint8_t> out;
-  append(out, static_cast<uint32_t>(store.push(node, keys)));
+  append(out, static_cast<uint32_t>(store.push(node_of(head), keys)));
   return out;
 }
 
-std::vector<uint8_t> promote(Store& store, const Connection& from, uint32_t count, protocol::Reader body) {
+std::vector<uint8_t> promote(Store& store, const Connection& from, Op op, uint32_t count, protocol::Reader body) {
   const auto head = body.take<protocol::PromoteHead>();
+  const std::string first = op == Op::PromoteFrom ? node_of(body.take<protocol::PushHead>()) : "";
   const auto keys = body.take<Key>(count);
   need_end(body);
   if (head.priority > kMaxPriority)
     throw Error(Code::InvalidArgument,
                 "priority is " + std::to_string(head.priority) + ", the limit is " + std::to_string(kMaxPriority));
-  std::vector<Presence> there = store.promote(keys, head.priority, Wanting::of(from.session, head.wanted_ms));
+  Wanting wanting = Wanting::of(from.session, head.wanted_ms);
+  if (const Fetcher* peers = store.peers(); peers && !first.empty()) wanting.first = peers->named(first);
+  std::vector<Presence> there = store.promote(keys, head.priority, wanting);
   for (size_t i = 0; i < keys.size() && from.protocol < protocol::kVersionPieces; ++i)
     if (cannot_read(from, store.lookup(keys[i]))) there[i] = Presence::Missing;
   std::vector<uint8_t> out;
@@ -125,6 +129,7 @@ bool reader_may(Op op) {
     case Op::Stats:
     case Op::Token:
     case Op::Promote:
+    case Op::PromoteFrom:
     case Op::Suspect:
     case Op::AllowPins:
     case Op::Elsewhere:
@@ -160,7 +165,8 @@ std::string stats_json(Store& store) {
 #define X(name) field("disk_" #name, disk.name);
   X(files) X(bytes) X(quota_bytes) X(loaded) X(written);
 #undef X
-  return out + "}";
+  const Fetcher* peers = store.peers();
+  return out + ", \"node\": \"" + (peers ? peers->node() : "") + "\"}";  // a name has nothing that JSON escapes
 }
 
 std::vector<uint8_t> SessionThread::answer(Connection& connection, const protocol::Request& request, protocol::Reader body) {
@@ -190,7 +196,8 @@ std::vector<uint8_t> SessionThread::answer(Connection& connection, const protoco
       need_end(body);
       return by_key(store, connection, op, keys);
     }
-    case Op::Promote: return promote(store, connection, request.count, body);
+    case Op::Promote:
+    case Op::PromoteFrom: return promote(store, connection, op, request.count, body);
     case Op::Push: return push(store, request.count, body);
     case Op::Stats: {
       const std::string text = stats_json(store);

@@ -67,7 +67,8 @@ void SharedReader::stop() {
 
 namespace {
 Wanting both(const Wanting& a, const Wanting& b) {
-  return a.who == b.who ? Wanting{a.who, std::max(a.until_ms, b.until_ms)} : Wanting{};
+  const uint64_t first = a.first | b.first;
+  return a.who == b.who ? Wanting{a.who, std::max(a.until_ms, b.until_ms), first} : Wanting{.first = first};
 }
 }  // namespace
 

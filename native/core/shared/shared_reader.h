@@ -52,6 +52,8 @@ class SharedReader final : public Fetcher {
   }
   bool known(const Key& key) const override { return next_ && next_->known(key); }  // of files there is no list
   double estimate_s(uint64_t bytes) const override { return next_ ? next_->estimate_s(bytes) : -1; }
+  uint64_t named(const std::string& node) const override { return next_ ? next_->named(node) : 0; }
+  const std::string& node() const override { return options_.node; }
   Stats stats();
 
  private:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "core/base/polling.h"
 #include "core/format/store_types.h"
@@ -30,6 +31,7 @@ inline constexpr Waiter kCalls = 1ull << 32;  // beyond all sessions
 struct Wanting {
   Waiter who = kNobody;   // of nobody it is brought whoever waits
   uint64_t until_ms = 0;  // by monotonic_ms()
+  uint64_t first = 0;     // hosts that are asked first, as Fetcher::named() has them
   static Wanting of(Waiter who, uint32_t for_ms) { return for_ms ? Wanting{who, monotonic_ms() + for_ms} : Wanting{}; }
 };
 
@@ -47,6 +49,9 @@ class Fetcher {
   virtual bool known(const Key& key) const = 0;
   // Seconds until so many bytes would be here, by what was measured. Below 0: nothing was measured.
   virtual double estimate_s(uint64_t bytes) const = 0;
+  // For Wanting::first: the host of that name, which is asked before any other, also where it told nothing. 0: there is none.
+  virtual uint64_t named(const std::string& node) const = 0;
+  virtual const std::string& node() const = 0;  // this host's own name
 };
 
 }  // namespace kv
