@@ -31,12 +31,13 @@ NOTHING = {
 
 def empty_of(connector):
     """Of the same class for vLLM, and every call answers at once."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
     answers = {
         name: staticmethod(lambda *_, _answer=answer, **__: _answer) for name, answer in NOTHING.items()
     }
     answers["build_connector_meta"] = staticmethod(lambda output: KVConnectorMetadata())
+    answers["bind_connector_metadata"] = KVConnectorBase_V1.bind_connector_metadata
     empty = object.__new__(type("Empty", (type(connector),), answers))
     empty.__dict__.update(connector.__dict__)
     return empty

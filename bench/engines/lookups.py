@@ -75,7 +75,7 @@ def spec(directory: str, calls: int) -> dict[str, dict]:
     client = kvclient.connect(directory, on_error="miss")
     derived = DerivedKeys(b"spec".ljust(32, b"\0"))
     names = SimpleNamespace(
-        ranks=1, groups=1, identity=b"", usable=lambda key: True,
+        ranks=1, groups=1, divided={}, identity=b"", usable=lambda key: True,
         whole=lambda keys: derived.listed(list(keys)),
     )
     manager = KvstoredManager(client, names, 1.0, 5.0, 30.0, 16_384, events=False)

@@ -13,6 +13,12 @@ import time
 from datetime import datetime
 from typing import Any
 
+from kvclient.errors import KVClientError
+
+# What a call of the store becomes a miss for: its own errors, the system's, and what native code, NumPy and
+# torch raise for what they cannot do. All else (AssertionError, TypeError, KeyError) is a broken invariant.
+FAILURES = (KVClientError, OSError, RuntimeError, ValueError, MemoryError)
+
 
 class Health:
     """Of one client. To be asked once per step of the engine. Thread-safe."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvclient.blocks.layout import Layout
-from kvclient.errors import KVClientError
+from kvclient.integrations.health import FAILURES
 from kvclient.integrations.pages import PENDING
 
 MARK = Layout(  # a block of one byte, which is never read
@@ -35,7 +35,7 @@ class Word:
                 writer = self._client.create([self._name], self._client.register_layout(MARK))
                 if writer.granted:  # else another thread gave it meanwhile, and its writer is the one to keep
                     self._writer = writer
-        except KVClientError:  # nothing is promised then, which is a miss
+        except FAILURES:  # nothing is promised then, which is a miss
             pass
 
 
@@ -43,7 +43,7 @@ def all_gave_their_word(client: Any, names: Sequence[bytes]) -> bool:
     """Reads shared memory."""
     try:
         return set(client.lookup(list(names)).states) == {PENDING}
-    except KVClientError:
+    except FAILURES:
         return False
 
 

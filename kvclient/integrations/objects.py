@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvclient.blocks.layout import MAX_BLOCK_TOKENS, Layout
-from kvclient.errors import InvalidArgument, KVClientError
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.health import FAILURES
 from kvclient.integrations.pages import Pages
 from kvclient.integrations.self_test import Tried
 
@@ -52,7 +53,7 @@ class Objects(Pages):
         try:
             with self._client.get([key], wait_s=self._wait_s) as blocks:
                 return None if blocks[0] is None else TAIL.unpack(bytes(blocks[0].meta))[0]
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a load", error)
             return None
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvclient.blocks.layout import MAX_BLOCK_TOKENS, MAX_LAYER_BYTES_PER_TOKEN, MAX_LAYERS, Layout
-from kvclient.errors import InvalidArgument, KVClientError
-from kvclient.integrations.health import Health
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.self_test import TRIES, WRONG_LATER, Refusing, Tried, try_at_start
 
 MISSING, PENDING, RESIDENT, ON_DISK, ON_PEERS = range(5)  # a look-up's states
@@ -50,7 +50,7 @@ class Pages:
         the daemon is asked for those that are missing: 4, another host has it."""
         try:
             return self._client.lookup(list(keys), peers=peers).states
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a look-up", error)
             return bytes(len(keys))
 
@@ -68,7 +68,7 @@ class Pages:
             try:
                 counts = None if token_counts is None else [token_counts[i] for i in new]
                 done = self._write([keys[i] for i in new], layout_id, [sources[i] for i in new], counts)
-            except KVClientError as error:
+            except FAILURES as error:
                 self._health.failed("a store", error)
                 done = [False] * len(new)
             for i, success in zip(new, done, strict=True):
@@ -163,7 +163,7 @@ class Pages:
         try:
             with self._client.get(list(keys), wait_s=self._wait_s, verify=self._verify_first) as blocks:
                 found = self._copy_all(blocks, targets)
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a load", error)
             found = [False] * len(keys)
         self._health.look()
@@ -173,7 +173,7 @@ class Pages:
         there = [i for i, target in enumerate(targets) if self._fits(blocks, i, target)]
         try:
             wrong = self._copy_out(blocks, there, [targets[i] for i in there])
-        except KVClientError:  # of which, nobody knows: each by itself
+        except FAILURES:  # of which, nobody knows: each by itself
             there, wrong = self._one_by_one(blocks, there, targets)
         if wrong:
             self._report([blocks[i].key for i in wrong])
@@ -190,7 +190,7 @@ class Pages:
             try:
                 wrong |= self._copy_out(blocks, [i], [targets[i]])
                 copied.append(i)
-            except KVClientError as error:
+            except FAILURES as error:
                 self._health.failed("a load", error)
         return copied, wrong
 
@@ -199,7 +199,7 @@ class Pages:
             if (block := blocks[index]) is None:
                 return False
             fits = self._is_of(block, target)
-        except KVClientError as error:  # no pin was left, or it is a page of fewer buffers
+        except FAILURES as error:  # no pin was left, or it is a page of fewer buffers
             self._health.failed("a load", error)
             return False
         if not fits:
@@ -225,7 +225,7 @@ class Pages:
     def _report(self, suspects: list[bytes]) -> None:
         """The daemon looks at them itself, and takes out what is wrong: the next look-up misses them."""
         self._health.failed("a load", f"{len(suspects)} blocks have a wrong checksum")
-        with contextlib.suppress(KVClientError):  # it looks by itself in time
+        with contextlib.suppress(*FAILURES):  # it looks by itself in time
             self._client.get(suspects, verify=True).release()
 
     def pin(self, keys: Sequence[bytes], wait_s: float = 0.0) -> Any | None:
@@ -233,7 +233,7 @@ class Pages:
         With `wait_s` also of what comes from the disk or from other hosts by then."""
         try:
             return self._client.get(list(keys), wait_s=wait_s)
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a pin", error)
             return None
 
@@ -241,14 +241,14 @@ class Pages:
         """Asks the store to load these from below. A failure is counted, not raised."""
         try:
             self._client.prefetch(list(keys))
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a prefetch", error)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """How many blocks went; 0 where the store failed, which is counted, not raised."""
         try:
             return self._client.delete(list(keys))
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a delete", error)
             return 0
 

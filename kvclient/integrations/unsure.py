@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvclient.errors import KVClientError
+from kvclient.integrations.health import FAILURES
 
 MAX_IN_FLIGHT = 64  # steps; an engine has a few
 
@@ -81,7 +81,7 @@ class Doubts:
 class Unsealed:
     """Of one worker. A timer runs only between two of its steps, while something is held."""
 
-    def __init__(self, idle_s: float, failed: Callable[[KVClientError], None]) -> None:
+    def __init__(self, idle_s: float, failed: Callable[[Exception], None]) -> None:
         """failed: is called with what a seal raised."""
         self._idle_s, self._failed = idle_s, failed
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class Unsealed:
                 for writer in self._held.pop(step, ()):
                     try:
                         writer.seal()
-                    except KVClientError as error:
+                    except FAILURES as error:
                         self._failed(error)
                         writer.abort()
             for step in wrong:

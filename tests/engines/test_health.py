@@ -2,7 +2,7 @@
 however often a call fails meanwhile; a page that could not be read back once is no wrong one; a lease of
 nothing holds nothing, leases can be counted at any time, and a reader who comes behind its lease's end does
 not end another's; an eviction explains a lost block of its own try alone; a word
-that two give at once stands.
+that two give at once stands; what a client raises, on purpose or not, is a miss.
 
 Method: the classes alone, with a client that is told what to be, one in the process, or a daemon's.
 """
@@ -21,8 +21,10 @@ from kvclient.integrations import health as module
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.marks import Word, all_gave_their_word
+from kvclient.integrations.objects import Objects
 from kvclient.integrations.pages import Pages
 from kvclient.integrations.self_test import TRIES, WRONG_LATER, Tried, try_at_start
+from kvclient.integrations.unsure import Unsealed
 
 
 def made(lines, degraded=False):
@@ -186,6 +188,31 @@ def test_an_eviction_explains_no_more_than_the_try_in_which_it_was(seen, ends):
     else:
         assert not try_at_start(client, health, lambda: lost, (0, 1))
         assert "evicted at once" in lines[0]
+
+
+@pytest.mark.parametrize("kind", [Unavailable, OSError, RuntimeError, ValueError, MemoryError])
+def test_whatever_a_client_fails_with_is_a_miss(kind):
+    """Else it would end the engine, or a thread that others wait for."""
+
+    def fail(*_, **__):
+        raise kind("no room")
+
+    names = ("lookup", "get", "create", "prefetch", "delete")
+    client = SimpleNamespace(**dict.fromkeys(names, fail), degraded=False, register_layout=lambda _: 1)
+    health = Health(client, SimpleNamespace(warning=lambda *_: None))
+    pages, key, page = Objects(client, health, 0.1), [b"k" * 32], [[np.zeros(64, np.uint8)]]
+    assert pages.states(key) == b"\0" and pages.put(key, 1, page) == [False] == pages.get(key, page)
+    assert pages.pin(key) is None and pages.delete(key) == 0 and pages.length_of(key[0]) is None
+    pages.prefetch(key)
+    Word(client, key[0]).give()
+    assert not all_gave_their_word(client, key)
+    sealed = SimpleNamespace(seal=fail, abort=lambda: gone.append(True))
+    gone, failed = [], []
+    unsealed = Unsealed(60.0, failed.append)
+    unsealed.end(1, [sealed])
+    unsealed.begin([1], [])
+    assert gone == [True] and isinstance(failed[0], kind)
+    assert health.failures_total >= 7
 
 
 def test_a_word_that_two_threads_give_at_once_stands(daemon):

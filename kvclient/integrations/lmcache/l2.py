@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,8 +21,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from kvclient.errors import KVClientError
-from kvclient.integrations.health import Health
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.lmcache.naming import Identities, shared_keys, tag_of
 from kvclient.integrations.objects import Object, Objects
@@ -109,7 +109,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
         nothing = Bitmap(len(keys))
         if self._fetch_wait_s and self._client.attached and (lacking := self._lacking(keys)):
-            work = partial(self._look_elsewhere, keys, lacking)
+            work = partial(self._look_elsewhere, keys, lacking, time.monotonic() + self._fetch_wait_s)
             return self._submit(self._lookups, nothing, work, self._fetches)
         if self._client.attached:  # shared memory answers: in less time than another thread would take
             task = self._number()
@@ -214,9 +214,9 @@ class KvstoredL2Adapter(L2AdapterInterface):
         states = self._objects.states(names) if names else b""
         return [name for name, state in zip(names, states, strict=True) if state not in (RESIDENT, ON_DISK)]
 
-    def _look_elsewhere(self, keys: list[Any], lacking: list[bytes]) -> Bitmap:
-        """Has what other hosts have brought here first."""
-        brought = self._objects.pin(lacking, self._fetch_wait_s)
+    def _look_elsewhere(self, keys: list[Any], lacking: list[bytes], until: float) -> Bitmap:
+        """Has what other hosts have brought here first. Its time runs while other look-ups wait, too."""
+        brought = self._objects.pin(lacking, max(0.0, until - time.monotonic()))
         try:
             return self._look_up(keys)
         finally:
@@ -242,7 +242,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         """Of the whole namespace, which other engines fill too."""
         try:
             used = self._client.stats()["used_bytes"]
-        except KVClientError:
+        except FAILURES:
             used = 0
         return AdapterUsage(total_bytes_used=used, total_capacity_bytes=0)
 

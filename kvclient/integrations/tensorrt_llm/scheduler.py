@@ -15,8 +15,7 @@ from typing import Any
 from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import KvCacheConnectorScheduler
 
 import kvclient
-from kvclient.errors import KVClientError
-from kvclient.integrations.health import Health
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.leases import Lease, Leases
 from kvclient.integrations.marks import all_gave_their_word, word_name
 from kvclient.integrations.options import connected
@@ -116,7 +115,7 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
                 found = [block is not None for block in blocks]
                 count = found.index(False) if False in found else count
                 self._held.setdefault(request_id, []).append(self._leases.hold(names, blocks))
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a look-up", error)
             return 0
         return count

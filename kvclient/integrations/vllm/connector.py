@@ -192,10 +192,15 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._own_worker.register(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """The step begins here: where nothing is loaded vLLM calls start_load_kv() behind what it computes,
+        and until then no other engine would hear who computes it."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, Step)
+        self._own_worker.begin(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        step = self._get_connector_metadata()
-        assert isinstance(step, Step)
-        self._own_worker.begin(step)
+        """The step has begun."""
 
     def has_connector_metadata(self) -> bool:
         """Of vLLM's layers, before their two calls: a step that loads nothing has none for them."""

@@ -21,8 +21,7 @@ from typing import Any
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvclient.errors import KVClientError
-from kvclient.integrations.health import Health
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.leases import Lease, Leases
 from kvclient.integrations.pages import PENDING
 from kvclient.integrations.unsure import Doubts
@@ -130,8 +129,8 @@ class Scheduling:
         there, pending = self._present(keys)
         if there < len(keys) // KEY_BYTES and not pending and self._pool is not None:
             if running.fetch is None and not running.fetched:
-                wanted = self._of_all_ranks(keys[there * KEY_BYTES :])
-                running.fetch = self._pool.submit(self._bring, wanted)
+                wanted, until = self._of_all_ranks(keys[there * KEY_BYTES :]), time.monotonic()
+                running.fetch = self._pool.submit(self._bring, wanted, until + self._fetch_wait_s)
             if running.fetch is not None:
                 if not running.fetch.done():
                     return None
@@ -159,7 +158,7 @@ class Scheduling:
         """Of a rank's parts; all are missing where the store refuses to answer."""
         try:
             return self._client.lookup(of_rank(keys, rank, self._ranks)).states
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a look-up", error)
             return bytes(len(keys) // KEY_BYTES)
 
@@ -167,11 +166,13 @@ class Scheduling:
         parts = b"".join(of_rank(keys, rank, self._ranks) for rank in range(self._ranks))
         return [parts[at : at + KEY_BYTES] for at in range(0, len(parts), KEY_BYTES)]
 
-    def _bring(self, names: list[bytes]) -> list[Lease]:
-        """On a thread of its own: has what lies elsewhere brought into this host's memory, and pins it."""
+    def _bring(self, names: list[bytes], until: float) -> list[Lease]:
+        """On a thread of its own: has what lies elsewhere brought into this host's memory, and pins it. Its
+        time runs while those of other requests are brought, too."""
         try:
-            return [self._brought.hold(names, self._client.get(names, wait_s=self._fetch_wait_s))]
-        except KVClientError as error:
+            left_s = max(0.0, until - time.monotonic())
+            return [self._brought.hold(names, self._client.get(names, wait_s=left_s))]
+        except FAILURES as error:
             log.warning("kvstored: blocks of other hosts could not be asked for: %s", error)
             return []
 

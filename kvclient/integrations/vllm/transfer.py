@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from kvclient.blocks.layout import Layout
-from kvclient.errors import InvalidArgument, KVClientError
-from kvclient.integrations.health import Health
+from kvclient.errors import InvalidArgument
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.pages import ON_DISK, RESIDENT
 from kvclient.integrations.self_test import WRONG_LATER, Refusing, Tried, try_at_start
 from kvclient.integrations.unsure import Unsealed
@@ -159,7 +159,7 @@ class Worker:
                 same = all(
                     torch.equal(_as_bytes(tensor[number]), _as_bytes(before)) for tensor, before in pairs
                 )
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a load", error)
             return
         finally:
@@ -176,7 +176,7 @@ class Worker:
         """From now on. Nobody is to find what was stored beside a wrong one: its checksums are right."""
         try:
             self._client.delete([moved.key(i) for moved in self._saving for i in range(len(moved.indices))])
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a delete", error)
         self._health.end(WRONG_LATER)
         self._client = Refusing(WRONG_LATER)
@@ -200,7 +200,7 @@ class Worker:
         keys = of_rank(load.keys, self._rank, self._ranks)
         try:
             blocks = self._client.get(keys, wait_s=self._load_wait_s, verify=self._verify_first)
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a load", error)
             self._fail(*load.block_ids)
             return
@@ -215,7 +215,7 @@ class Worker:
             try:
                 if blocks[i] is not None:
                     found.append(i)
-            except KVClientError as error:  # no pin was left for it
+            except FAILURES as error:  # no pin was left for it
                 self._health.failed("a load", error)
         return found
 
@@ -232,7 +232,7 @@ class Worker:
                 if state == MISSING:
                     new.setdefault(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], numbers[i])
             writer = self._client.create(b"".join(new), self._layout_id)
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a save", error)
             return
         blocks = list(new.values())
@@ -248,7 +248,7 @@ class Worker:
         for moved in self._loading:
             try:
                 self._copy_out(self._rows[layer], layer, moved)
-            except KVClientError as error:  # asked back by the daemon, or blocks of another kind
+            except FAILURES as error:  # asked back by the daemon, or blocks of another kind
                 self._health.failed("a load", error)
                 self._fail(*moved.numbers)
 
@@ -277,7 +277,7 @@ class Worker:
         self._saved_layers.add(layer)
         rows = self._rows[layer]
         for moved in self._saving:
-            with contextlib.suppress(KVClientError):  # its seal says so
+            with contextlib.suppress(*FAILURES):  # its seal says so
                 if rows.memory is not None:
                     places = [number * rows.stride for number in moved.numbers]
                     moved.blocks.copy_layer(layer, rows.memory, moved.indices, places)
@@ -313,8 +313,9 @@ class Worker:
         for moved in self._saving:
             try:
                 moved.blocks.seal()
-            except KVClientError as error:
+            except FAILURES as error:
                 self._health.failed("a seal", error)
+                moved.blocks.abort()  # whoever waits for it computes it
 
     def _report_suspects(self) -> None:
         """The daemon looks at them itself, and takes out what is wrong: the next look-up misses them."""
@@ -324,7 +325,7 @@ class Worker:
         )
         try:
             self._client.get(suspects, verify=True).release()
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a load", error)
 
     def _end(self) -> None:

@@ -4,10 +4,11 @@ not imported.
 Each answer is one line that begins with ANSWER. `fault` puts a connector between vLLM and ours that breaks
 something: "zero" zeroes what was loaded, "zero-last" of the last layer, "drop" deletes the blocks between
 look-up and load; a command {"do": "fault", …} arms others: "kill-load" and "kill-store" kill the process
-`pid` at the third layer of the next load or store, "pause" writes a file `paused` there and waits for a file
-`go`, "note" writes `file` when a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is at
-the start. "drop-rank" deletes them of the first rank only, while the file KVSTORED_TEST_WHEN is there;
-"drop-abort" has vLLM give the request up in the step whose load fails, "drop-once" does not.
+`pid` at the third layer of the next load or store, "pause" writes a file `paused` where the third layer of
+what is to be stored is computed, and waits for a file `go`, "note" writes `file` when a request is told to
+ask again. With "armed" in KVSTORED_TEST_FAULT none is at the start. "drop-rank" deletes them of the first
+rank only, while the file KVSTORED_TEST_WHEN is there; "drop-abort" has vLLM give the request up in the step
+whose load fails, "drop-once" does not.
 """
 
 import json
@@ -93,11 +94,16 @@ class FaultyConnector(KvstoredConnector):
     def _at(self, layer_name, fault, busy):
         if ARMED.get("fault") != fault or not busy or self._worker._index[layer_name] != AT_LAYER:
             return
-        if fault == "pause":
-            pause()
-        else:
-            os.kill(ARMED["pid"], signal.SIGKILL)
+        os.kill(ARMED["pid"], signal.SIGKILL)
         ARMED.clear()
+
+    def has_connector_metadata(self):
+        if ARMED.get("fault") == "pause" and self._connector_metadata.saves:
+            ARMED["layers"] = ARMED.get("layers", 0) + 1
+            if ARMED["layers"] > AT_LAYER:
+                pause()
+                ARMED.clear()
+        return super().has_connector_metadata()
 
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
@@ -105,7 +111,6 @@ class FaultyConnector(KvstoredConnector):
 
         def save_layer(layer_name):
             self._at(layer_name, "kill-store", self._worker._saving)
-            self._at(layer_name, "pause", self._worker._saving)
             original(layer_name)
 
         self._worker.save_layer = save_layer

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvclient._core import DerivedKeys
-from kvclient.errors import KVClientError
-from kvclient.integrations.health import Health
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.marks import MARK
 from kvclient.integrations.pages import PENDING
 
@@ -94,7 +93,7 @@ class Claims:
                     layout_id = self._client.register_layout(MARK) if layout_id is None else layout_id
                     batch.writer = self._client.create(_MARKS.listed(batch.names), layout_id)
                     marked.append(batch)
-            except KVClientError as error:  # another engine may compute the same: no more than that
+            except FAILURES as error:  # another engine may compute the same: no more than that
                 self._health.failed("a mark", error)
             while marked and marked[0].writer is None:
                 marked.popleft()

@@ -2,7 +2,9 @@
 
 vLLM has named a request's keys before it asks for them, in their order, until one is a miss; if it is to ask
 again for one, it waits with the whole request. So one answer is given to a stretch of keys, and only its
-first is known to be right: where that is to be asked again, so may those behind it be.
+first is known to be right: where that is to be asked again, so may those behind it be. Parts of a chunk, for
+which it asks behind the whole ones, the longest first, are no stretch: it takes the first that is a hit,
+whatever becomes of those before it.
 
 Owns who asked for what in this step. Invariants: a look-up waits for nobody; only what is pinned is a hit;
 nothing is pinned, brought or asked of other hosts but what vLLM asked for itself; of a key that vLLM did not
@@ -92,13 +94,15 @@ class Lookups(OffloadingManager):
         elif self._at < len(self._keys) and self._keys[self._at] == key:
             return
         group = bytes(key[-GROUP_BYTES:])
-        positions: Any = getattr(context, "_offload_key_positions", ())  # in vLLM's order, of all groups
+        positions: Any = getattr(context, "_offload_key_positions", {})  # in vLLM's order, of all groups
+        size = self._names.divided.get(group, 1)
         self._keys, self._at = [key], 0
-        if key not in positions or self._firsts.setdefault(group, key) != key:
+        if key not in positions or positions[key] % size or self._firsts.setdefault(group, key) != key:
             return
         self._keys = list(positions)
-        if self._names.groups > 1:
-            self._keys = [each for each in positions if each[-GROUP_BYTES:] == group]
+        if size > 1 or self._names.groups > 1:
+            whole = (each for each, end in positions.items() if not end % size)
+            self._keys = [each for each in whole if each[-GROUP_BYTES:] == group]
         self._at = self._keys.index(key)
 
     def _settle(self) -> None:
@@ -173,7 +177,8 @@ class Lookups(OffloadingManager):
         if self._wait_pending_s and not claimed[0]:
             claimed[1:] = self._states.claimed(keys[at + 1 : stop])
         others = (i for i in range(1, len(states)) if states[i] == PENDING or claimed[i])
-        return LookupResult.RETRY, at + min(room, next(others, stop - at)), self._seek
+        seek = self._seek if note == self._want else note  # what another wants is looked for once
+        return LookupResult.RETRY, at + min(room, next(others, stop - at)), seek
 
     def _may_promise(self) -> bool:
         """A load that fails ends the engine: nothing is promised before every worker's self-test passed."""
@@ -198,6 +203,9 @@ class Lookups(OffloadingManager):
     def _ask_for(self, asked: Sequence[OffloadKey], req_id: str, where: dict[OffloadKey, set[str]]) -> None:
         requests = {req_id}
         where.update(dict.fromkeys(asked, requests))
+        self._begin_to_wait(req_id)
+
+    def _begin_to_wait(self, req_id: str) -> None:
         request = self._requests[req_id]
         if request.verified_until is None:
             request.verified_until = time.monotonic() + self._wait_s + self._fetch_wait_s + QUEUE_S
@@ -210,6 +218,7 @@ class Lookups(OffloadingManager):
 
     def _join(self, asked: Sequence[OffloadKey], req_id: str) -> None:
         with self._lock:
+            self._begin_to_wait(req_id)
             for key in asked:
                 if (held := self._held.get(key)) is not None:  # it came meanwhile
                     held.requests.add(req_id)

@@ -132,6 +132,13 @@ class OffloadNames:
         self.identity = hashlib.sha256(text.encode()).digest()
         self._derived = DerivedKeys(self.identity)
         self.ranks, self.groups = parallel.world_size, len(config.groups)
+        cache = config.cache
+        # By a group's bytes in a key, how many tokens a chunk has, where vLLM may ask for a part of one, too.
+        self.divided = {
+            group.group_id.to_bytes(GROUP_BYTES, "big"): group.tokens_per_block * cache.blocks_per_chunk
+            for group in config.groups
+            if group.tokens_per_block > cache.tokens_per_hash
+        }
         self._seeded = "PYTHONHASHSEED" in os.environ
         self._told = False
 

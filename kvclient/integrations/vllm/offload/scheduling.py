@@ -27,8 +27,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvclient.errors import KVClientError
-from kvclient.integrations.health import Health
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.pages import MISSING
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload.claims import Claims
@@ -160,7 +159,7 @@ class KvstoredManager(Lookups):
     def _is_there(batch: Any, index: int) -> bool:
         try:
             return batch[index] is not None
-        except KVClientError:  # no pin was left for it
+        except FAILURES:  # no pin was left for it
             return False
 
     def _expire(self) -> None:
@@ -289,8 +288,8 @@ class KvstoredManager(Lookups):
                 request.keys.clear()
 
     def shutdown(self) -> None:
-        self._fetches.shutdown(wait=True)
-        self._pool.shutdown(wait=True)
+        for pool in (self._fetches, self._pool):  # what has not begun is of no use to anybody
+            pool.shutdown(wait=True, cancel_futures=True)
         self._claims.close()
         with self._lock:
             for key in list(self._held):

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvclient.errors import KVClientError
-from kvclient.integrations.health import Health
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.pages import MISSING, ON_DISK, PENDING, RESIDENT
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload.claims import Claims
@@ -39,7 +38,7 @@ class States:
         """Whether an engine computes them, which waits for nobody to wait."""
         try:
             return self._claims.elsewhere(self._names.whole(keys))
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a look-up", error)
             return [False] * len(keys)
 
@@ -47,7 +46,7 @@ class States:
         ranks = self._names.ranks
         try:
             parts = [self._client.lookup(each_of_rank(names, rank, ranks)).states for rank in range(ranks)]
-        except KVClientError as error:
+        except FAILURES as error:
             self._health.failed("a look-up", error)
             return bytes(len(names))
         if ranks == 1:

@@ -312,7 +312,7 @@ class KvstoredTier(SecondaryTierManager):
         return events
 
     def shutdown(self) -> None:
-        self._fetches.shutdown(wait=True)
+        self._fetches.shutdown(wait=True, cancel_futures=True)
         self._pool.shutdown(wait=True)
         self._brought.close()
         del self._rows  # vLLM releases its memory next, which nobody must look at then

@@ -27,8 +27,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvclient.errors import KVClientError
-from kvclient.integrations.health import Health
+from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.marks import Word
 from kvclient.integrations.self_test import Tried
 from kvclient.integrations.tensor_pages import Rows, TensorPages
@@ -172,7 +171,7 @@ class KvstoredWorker(OffloadingWorker):
     def _take_up(self) -> None:
         """Tells a daemon that began anew this engine's layouts, which attaching does. Until then it loads
         nothing of them from its disk for the scheduler, which so would send nothing here that attaches."""
-        with contextlib.suppress(KVClientError):
+        with contextlib.suppress(*FAILURES):
             self._client.lookup([self._word_name])
         self._give_word()
 

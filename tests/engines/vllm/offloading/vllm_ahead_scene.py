@@ -5,13 +5,24 @@ well: run with the engines' Python.
 """
 
 import random
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import OffloadingCacheConfig
 
 from kvclient.integrations.pages import MISSING
-from tests.engines.vllm.offloading.vllm_spec_parts import ROW, client, layout, manager, names, pages, step
+from tests.engines.vllm.offloading.vllm_spec_parts import (
+    CONFIG,
+    ROW,
+    client,
+    layout,
+    manager,
+    names,
+    pages,
+    step,
+)  # fmt: skip
 
 HIT, MISS, RETRY, PENDING = (
     LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING,
@@ -96,6 +107,57 @@ def what_vllm_does_not_ask_for_is_not_pinned():
     offloading.shutdown()
 
 
+def what_one_request_wants_is_not_sought_elsewhere_for_another():
+    """It went before the step's end; a third, in the next step, has it sought."""
+    naming = names(model_version="wanted")
+    assert all(pages.put(naming.whole(KEYS[:3]), layout, ROWS[:3]))
+    offloading = manager(naming, fetch_wait_s=0.01)
+    first, second = named("a", KEYS[:3]), named("b", KEYS[:3])
+    with patch.object(offloading, "_verify", wraps=offloading._verify) as verified:
+        assert walked(offloading, KEYS[:3], first) == [RETRY] * 3
+        client.delete(naming.whole(KEYS[:3]))
+        assert walked(offloading, KEYS[:3], second) == [RETRY] * 3
+        offloading._settle()
+        assert set(offloading._wanted) == set(KEYS[:3]) and not offloading._sought
+        assert set(map(frozenset, offloading._wanted.values())) == {frozenset("ab")}
+        settled(offloading)
+        assert verified.call_count == 1, "the same blocks are brought twice"
+        assert walked(offloading, KEYS[:3], first) == [RETRY] * 3
+        offloading._settle()
+        assert set(offloading._sought) == set(KEYS[:3])
+    for context in (first, second):
+        offloading.on_request_finished(context)
+    offloading.shutdown()
+
+
+def parts_of_a_chunk_do_not_hide_each_other():
+    """Behind the whole chunks vLLM asks for parts of the next one, the longest first, as far as a hit."""
+    config = replace(CONFIG, cache=OffloadingCacheConfig(tokens_per_hash=4, blocks_per_chunk=1))
+    naming = names(config, model_version="parts")
+    parts = [KEYS[20], KEYS[21], KEYS[22]]  # of 12, 8 and 4 tokens behind the chunks
+    assert all(pages.put(naming.whole([*KEYS[:2], parts[1]]), layout, ROWS[:3]))
+    writer = client.create(naming.whole(parts[:1]), layout)
+    for chunks in (KEYS[:2], []):
+        offloading, context = manager(naming, wait_pending_s=3600.0), named("r", chunks)
+
+        def asked(offloading=offloading, context=context, chunks=chunks):
+            found = walked(offloading, chunks, context)
+            for place, key in enumerate(parts):
+                context.set_offload_key_position(key, 16 * len(chunks) + 12 - 4 * place)
+                found.append(offloading.lookup(key, context))
+            return found
+
+        asked()
+        settled(offloading)
+        assert asked() == [HIT] * len(chunks) + [PENDING, HIT, MISS]
+        context.set_offload_key_position(KEYS[2], 48)  # it got longer
+        assert walked(offloading, [*chunks, KEYS[2]], context) == [HIT] * len(chunks) + [MISS]
+        offloading.on_request_finished(context)
+        offloading.shutdown()
+    writer.abort()
+    assert client.stats()["pins"] == 0
+
+
 def verdict(found):
     """What vLLM makes of it: so many blocks are loaded, or the request is to wait."""
     return None if RETRY in found or PENDING in found else found.count(HIT)
@@ -167,5 +229,7 @@ def it_answers_as_one_question_a_block_would():
 
 one_question_for_all_and_nothing_is_promised_that_goes_in_between()
 what_vllm_does_not_ask_for_is_not_pinned()
+what_one_request_wants_is_not_sought_elsewhere_for_another()
+parts_of_a_chunk_do_not_hide_each_other()
 it_answers_as_one_question_a_block_would()
 print("PASSED", flush=True)

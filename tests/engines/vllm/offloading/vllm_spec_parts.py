@@ -45,10 +45,10 @@ def names(config=CONFIG, seed=None, whole_rows=False, **options):
     return made
 
 
-def manager(naming, max_held=100, lease_s=30.0, wait_s=0.5, wait_pending_s=0.0, words=()):
+def manager(naming, max_held=100, lease_s=30.0, wait_s=0.5, wait_pending_s=0.0, words=(), fetch_wait_s=0.0):
     client = kvclient.connect(DIRECTORY, on_error="miss", timeout_s=1.0)
     return KvstoredManager(
-        client, naming, wait_s, wait_pending_s, lease_s, max_held, events=True, words=words
+        client, naming, wait_s, wait_pending_s, lease_s, max_held, True, fetch_wait_s, words
     )
 
 

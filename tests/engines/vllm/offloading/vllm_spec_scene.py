@@ -247,25 +247,43 @@ def what_another_engine_computes_is_waited_for_and_computed_once():
 
 
 def a_request_does_not_wait_for_ever_behind_others_blocks():
-    """They are brought and compared one batch after another: behind a slow disk it is computed instead."""
+    """They are brought and compared one batch after another: behind a slow disk it is computed instead, and
+    so is one that waits for the same blocks."""
     naming = names(model_version="queue")
     put(naming)
-    go_on = threading.Event()
+    go_on, second = threading.Event(), ReqContext(req_id="a second")
     with patch.object(lookups, "QUEUE_S", 0.2):
         offloading = manager(naming, wait_s=0.0)
         offloading._pool.submit(go_on.wait)
         found, deadline = [LookupResult.RETRY], time.monotonic() + 60
-        while LookupResult.RETRY in found:
-            assert time.monotonic() < deadline, "it still waits"
-            found = [offloading.lookup(key, CONTEXT) for key in KEYS]
+        while LookupResult.RETRY in found and time.monotonic() < deadline:
+            found = [offloading.lookup(key, context) for context in (CONTEXT, second) for key in KEYS]
             step(offloading)
-    assert found == [LookupResult.MISS] * len(KEYS)
     go_on.set()
+    assert found == [LookupResult.MISS] * 2 * len(KEYS), "it still waits"
     assert answers(offloading, KEYS, "another") == [True] * len(KEYS)
-    for request in (CONTEXT, ReqContext(req_id="another")):
+    for request in (CONTEXT, second, ReqContext(req_id="another")):
         offloading.on_request_finished(request)
     assert client.stats()["pins"] == 0
     offloading.shutdown()
+
+
+def what_waits_to_be_brought_does_not_hold_up_the_end():
+    naming = names(model_version="the end")
+    put(naming)
+    offloading, go_on = manager(naming, wait_s=60.0), threading.Event()
+    offloading._pool.submit(go_on.wait)
+    assert offloading.lookup(KEYS[0], CONTEXT) is LookupResult.RETRY
+    step(offloading)
+    end = threading.Thread(target=offloading.shutdown)
+    with patch.object(offloading._client, "get", side_effect=AssertionError) as brought:
+        end.start()
+        deadline = time.monotonic() + 60
+        while not offloading._pool._shutdown and time.monotonic() < deadline:
+            end.join(0.01)
+        go_on.set()
+        end.join()
+    assert not brought.called
 
 
 def worker(tensor):
@@ -328,6 +346,7 @@ what_differs_in_one_thing_misses()
 a_store_that_takes_nothing_ends_no_start_of_a_worker()
 what_another_engine_computes_is_waited_for_and_computed_once()
 a_request_does_not_wait_for_ever_behind_others_blocks()
+what_waits_to_be_brought_does_not_hold_up_the_end()
 what_was_computed_before_a_reset_is_not_stored_behind_it()
 what_was_being_loaded_at_a_reset_is_found_and_held_no_more()
 an_engines_weights_are_those_of_its_revision()

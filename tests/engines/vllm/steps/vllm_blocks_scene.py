@@ -203,7 +203,7 @@ def what_was_brought_is_not_kept_for_ever():
     asked = [request(PROMPT[: 2 * TOKENS + 8]) for _ in range(2)]
     pins = client.stats()["pins"]
     bring, go_on = half._bring, threading.Event()
-    half._bring = lambda names: bring(names) if go_on.wait(60) else []
+    half._bring = lambda *told: bring(*told) if go_on.wait(60) else []
     assert [half.matched(waiting, 0) for waiting in asked] == [None, None]
     go_on.set()
     until(lambda: half._brought.count == 4)

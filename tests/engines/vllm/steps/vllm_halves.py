@@ -70,8 +70,8 @@ class Rank:
 class Engine:
     """The scheduler's half; a request has its blocks in order, 0 first."""
 
-    def __init__(self, identity, ranks=1):
-        self.half = Scheduling(client, identity, TOKENS, TOKENS, ranks, 0.0, 0.0, loads=True, saves=True)
+    def __init__(self, identity, ranks=1, fetch_wait_s=0.0):
+        self.half = Scheduling(client, identity, TOKENS, TOKENS, ranks, 0.0, fetch_wait_s, True, True)
 
     def new(self, asked, tokens, beside=None, local=0):
         """Its first step: so many tokens behind what is found. `beside`: another's, its blocks behind;

@@ -1,5 +1,5 @@
-"""Several ranks and steps that are sent off before the one before has ended: what must not be sealed yet.
-Run with the engines' Python.
+"""Several ranks and steps that are sent off before the one before has ended: what must not be sealed yet. And
+what a request loses to a store that fails, or that asks other hosts. Run with the engines' Python.
 
     python -m tests.engines.vllm.steps.vllm_steps_scene DIRECTORY
 
@@ -7,11 +7,16 @@ Asserts for itself.
 """
 
 import os
+import threading
+import time
+from types import SimpleNamespace
 from unittest.mock import patch
 
+from kvclient.client.tolerant import TolerantWriter
 from kvclient.integrations.unsure import MAX_IN_FLIGHT
 from kvclient.integrations.vllm import transfer
 from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
+from kvclient.integrations.vllm.scheduling import FETCHES, Step, Transfer
 from tests.engines.vllm.steps.vllm_halves import (
     BLOCKS,
     PROMPT,
@@ -145,7 +150,57 @@ def a_step_sent_off_before_a_load_had_failed_saves_nothing():
     assert (last.unsure, saved(last), len(last.wrong)) == (False, [0, 1, 2, 3], MAX_IN_FLIGHT)
 
 
+def a_store_that_fails_otherwise_than_it_says_costs_its_hits_alone():
+    """No memory for its answer, say, or no thread."""
+    identity, rank = os.urandom(32), Rank(0, 1)
+    _, step = Engine(identity).new(request(PROMPT[: 2 * TOKENS + 8]), 2 * TOKENS + 8)
+    rank.run(step, [0, 1])
+    for error in (MemoryError(), RuntimeError("no thread"), OSError(24, "no descriptor")):
+
+        def fail(*_, error=error, **__):
+            raise error
+
+        broken = SimpleNamespace(lookup=fail, get=fail, create=fail, degraded=False)
+        engine, asked = Engine(identity), request(PROMPT)
+        with patch.object(engine.half, "_client", broken):
+            found, step = engine.new(asked, TOKENS)
+        assert found == 0, error
+        found, step = Engine(identity).new(request(PROMPT), TOKENS)
+        assert found == 2 * TOKENS
+        with patch.object(rank.worker, "_client", broken):
+            failed, _ = rank.run(step, [2])
+            assert failed == {0, 1}
+            rank.run(Step(saves=[Transfer(os.urandom(32), [3])]), [3])
+        with patch.object(TolerantWriter, "seal", fail):
+            rank.run(Step(saves=[Transfer(key := os.urandom(32), [3])]), [3])
+        assert states(key) == b"\0", "it is given back"
+
+
+def a_request_waits_no_longer_for_other_hosts_behind_others():
+    """Of more requests at once than there are threads that ask."""
+    go_on, waited = threading.Event(), []
+    engine = Engine(os.urandom(32), fetch_wait_s=0.2)
+    for _ in range(FETCHES):
+        engine.half._pool.submit(go_on.wait)
+
+    def get(keys, wait_s):
+        waited.append(wait_s)
+        return client.get(keys)
+
+    with patch.object(engine.half, "_client", SimpleNamespace(lookup=client.lookup, get=get, degraded=False)):
+        asked, until_s = request(PROMPT), time.monotonic() + 0.3
+        assert engine.half.matched(asked, 0) is None
+        until(lambda: time.monotonic() > until_s)
+        go_on.set()
+        until(lambda: engine.half.matched(asked, 0) is not None)
+    assert waited == [0.0]
+    engine.half.finished(asked)
+    engine.half.close()
+
+
 for scene in (
+    a_store_that_fails_otherwise_than_it_says_costs_its_hits_alone,
+    a_request_waits_no_longer_for_other_hosts_behind_others,
     a_load_that_fails_on_one_rank_spoils_what_the_others_compute,
     a_step_with_loads_on_two_ranks_is_sealed_by_the_next,
     what_waits_for_a_word_is_not_kept_for_ever,
