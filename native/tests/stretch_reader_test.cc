@@ -4,9 +4,11 @@
 #include "core/weights/stretch_reader.h"
 
 #include <fcntl.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -200,4 +202,60 @@ TEST(no_read_waits_for_pages_that_the_memory_does_not_have) {
   CHECK(!reader.read({&stretch, 1}));
   CHECK(file.right());
   CHECK(missing == 0);
+}
+
+namespace {
+
+// Reads nothing, and says that all of it came when so many are under way.
+struct AtOnce final : Engine {
+  std::vector<Transfer*> taken;
+  std::atomic<bool>& came;
+  const uint32_t parts;
+  Fd event{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+
+  AtOnce(std::atomic<bool>& told, uint32_t count) : came(told), parts(count) {}
+  bool submit(Transfer* transfer) override {
+    transfer->result = static_cast<int64_t>(transfer->bytes());
+    taken.push_back(transfer);
+    const uint64_t wakeup = 1;
+    if (taken.size() == parts) KV_INVARIANT(::write(event.get(), &wakeup, sizeof wakeup) == sizeof wakeup);
+    return true;
+  }
+  size_t completed(std::span<Transfer*> done) override {
+    if (taken.size() < parts) return 0;
+    const size_t count = std::min(done.size(), taken.size());
+    std::copy_n(taken.end() - static_cast<ptrdiff_t>(count), count, done.begin());
+    taken.resize(taken.size() - count);
+    came = true, came.notify_all();
+    return count;
+  }
+  int event_fd() const override { return event.get(); }
+  uint32_t depth() const override { return parts; }
+  uint32_t in_flight() const override { return static_cast<uint32_t>(taken.size()); }
+  std::string name() const override { return "at once"; }
+};
+
+}  // namespace
+
+TEST(close_while_checksums_are_computed_gives_none_of_a_part_of_the_bytes) {
+  constexpr uint64_t kParts = 24, kAll = kParts * StretchReader::kPartBytes;
+  std::vector<std::byte> memory(kAll + kPageBytes, std::byte{3});
+  const uint32_t whole = crc32c(memory.data(), kAll);
+  for (int turn = 0; turn < 5; ++turn) {
+    std::atomic<bool> came = false;
+    StretchReader reader(std::make_unique<AtOnce>(came, kParts));
+    std::thread closes([&] {
+      came.wait(false);
+      reader.close();
+    });
+    Stretch stretch{-1, 0, memory.data(), kAll, kAll};
+    try {
+      const auto failure = reader.read({&stretch, 1});
+      CHECK(!failure);
+      CHECK(stretch.crc == whole);
+    } catch (const Error& error) {
+      CHECK(error.code == Code::Closed);
+    }
+    closes.join();
+  }
 }
