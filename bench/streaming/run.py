@@ -48,9 +48,16 @@ def ours(args: argparse.Namespace) -> dict:
     options = {"custom_generate": speculation} if speculation else {}
     marks: list[tuple] = []
 
+    def mark() -> None:
+        marks.append((time.perf_counter(), time.process_time(), streaming_stats(model)))
+
     def seen(_ids, _scores, **_):
-        if not marks or len(_ids[0]) == args.prompt_tokens + args.tokens + 1:
-            marks.append((time.perf_counter(), time.process_time(), streaming_stats(model)))
+        if not marks:
+            mark()  # of the first token; later ones are timed when nothing is read beside them
+            streams_of(model).settle()
+            mark()
+        elif len(_ids[0]) == args.prompt_tokens + args.tokens + 1:
+            mark()
         return torch.zeros(1, dtype=torch.bool)
 
     began, cpu = time.perf_counter(), time.process_time()
@@ -60,12 +67,12 @@ def ours(args: argparse.Namespace) -> dict:
             max_new_tokens=args.tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0,
             stopping_criteria=[seen], **options,
         )  # fmt: skip
-    (first_at, first_cpu, before), (last_at, last_cpu, after) = marks
-    took, said = last_at - first_at, out[0, args.prompt_tokens :].tolist()
+    (first_at, first_cpu, _), (there_at, there_cpu, before), (last_at, last_cpu, after) = marks
+    took, said = last_at - there_at, out[0, args.prompt_tokens :].tolist()
     found = {
         "memory": memory, "loaded_s": loaded_s, "first_s": first_at - began, "first_cpu_s": first_cpu - cpu,
-        "tokens_per_s": args.tokens / took, "draft_bytes": drafts,
-        "cpu_s_per_token": (last_cpu - first_cpu) / args.tokens, "bytes_held": after["bytes_held"],
+        "settled_s": there_at - first_at, "tokens_per_s": args.tokens / took, "draft_bytes": drafts,
+        "cpu_s_per_token": (last_cpu - there_cpu) / args.tokens, "bytes_held": after["bytes_held"],
         "bytes_per_pass": after["bytes_per_pass"],
         "stay": sum(not parts for parts in streams_of(model).plan.streamed),
         "right": said == [(args.prompt_tokens + i) % 32 for i in range(len(said))],

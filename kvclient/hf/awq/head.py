@@ -63,6 +63,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and 0 < x.shape[-1] == weight.shape[1]
         and 0 < x.numel() <= ROWS * x.shape[-1]
         and weight.is_contiguous()
+        and not weight.is_meta
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()

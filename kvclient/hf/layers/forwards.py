@@ -123,6 +123,12 @@ def put(module: torch.nn.Module, made: Callable[..., Any]) -> None:
     module.__dict__["__getstate__"] = MethodType(_state, module)
 
 
+def take_away(module: torch.nn.Module) -> None:
+    """Its class's forward is the module's again, if one was put there."""
+    for name in ("forward", "__getstate__") if type(module.__dict__.get("forward")) is Installed else ():
+        module.__dict__.pop(name, None)
+
+
 def _state(module: Any) -> Any:
     usual = type(module).__getstate__(module)
     if not isinstance(usual, dict):

@@ -23,7 +23,6 @@ from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
 from kvclient.hf.streaming.files.index import Arrangement, Part, Table, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
-from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import DiskMover
 from kvclient.hf.streaming.planner import asked
 from kvclient.hf.streaming.planner.shape import Shape
@@ -38,6 +37,7 @@ from kvclient.hf.streaming.residency import (
     promised,
 )
 from kvclient.hf.streaming.scheduler import Mover, Scheduler
+from kvclient.hf.streaming.staying.loading import Loading
 from kvclient.hf.streaming.streams import Streams, pieces_of
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import copies, kept, lies

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvclient.errors import Closed
@@ -73,9 +73,14 @@ class Scheduler:
         """The memory that layers are read into."""
         return self._table.slots
 
-    def follow(self, layers: Sequence[int]) -> None:
-        """From here on a pass asks for these, in this order."""
+    def follow(self, layers: Sequence[int], more: Mapping[int, tuple[Piece, ...]] | None = None) -> None:
+        """From here on a pass asks for these, in this order. more: what it has not heard of before, none
+        larger than a slot.
+        """
         with self._changed:
+            if more:
+                self._layers = {**self._layers, **more}
+                self.waited_s = dict.fromkeys(more, 0.0) | self.waited_s
             self._table.follow(layers)
             self._tell()
 

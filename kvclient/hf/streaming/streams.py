@@ -8,25 +8,24 @@ what another layer has put there.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.layers.twins import Twins
 from kvclient.hf.streaming.files.index import Arrangement, Part, Table
-from kvclient.hf.streaming.loading import Loading
 from kvclient.hf.streaming.mover import Piece, pages
 from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.placement.costs import ROWS, Costs, products_s, with_threads
 from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, taking
 from kvclient.hf.streaming.scheduler import Mover
 from kvclient.hf.streaming.slots import Slot
+from kvclient.hf.streaming.staying.arriving import Slots, Staying
+from kvclient.hf.streaming.staying.loading import Loading
 from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import Place, Room, check, copies, kept, places, put, without
 from kvclient.hf.streaming.weights.vocabulary import (
@@ -74,12 +73,8 @@ class Streams:
         self.trace = trace
         self.computed_s = dict.fromkeys(range(len(layers)), 0.0)
         self.scheduler, self._came, self._in_place = came.scheduler, came, arranged.in_place
-        self._stay: dict[int, dict[str, Part]] = {}  # what is still to come of what stays
-        self._same: dict[int, list[torch.nn.Module]] = {}  # modules that share the weight of one that stays
-        self._keeping = threading.RLock()  # of that
-        self._handles: dict[int, list[RemovableHandle]] = {}  # of hooks that wait for it
+        self.staying = Staying(self._layers, model.dtype, arranged.in_place, came)
         self._away: dict[int, list[list[Place]]] = {}  # what stands for parts outside of their turn
-        self._yet: dict[tuple[int, str], list[Place]] = {}  # and for what is still to come
         twins = Twins(layers)
         for number, (layer, parts) in enumerate(zip(layers, arranged.layers, strict=True)):
             if streamed := [parts[name] for name in PARTS if name in chosen.streamed[number]]:
@@ -87,15 +82,21 @@ class Streams:
                 self._away[number] = [self._without(layer, part) for part in streamed]
             stays = {name: part for name, part in parts.items() if name not in chosen.streamed[number]}
             if stays:
-                self._stay[number] = stays
+                self.staying.left[number] = stays
+        self._copied = 0  # bytes of the copies of a layer that is in a slot, at most
+        for number, whole in enumerate(arranged.layers):
+            in_slot = self._streamed.get(number, whole.values())
+            self._copied = max(self._copied, sum(copies(part, self._dtype) for part in in_slot))
         modules = {role: getattr(model, f"get_{ROLES[role]}_embeddings")() for role in tables}
         self._tables = {role: table for role, table in tables.items() if role in chosen.vocabulary}
         self._vocabulary = {role: modules[role] for role in self._tables}
         stays = {role: table for role, table in tables.items() if role not in chosen.vocabulary}
         for number, parts in numbered_tables(stays.values(), len(layers)).items():
             first, *others = [modules[role] for role, table in stays.items() if table.name in parts]
-            self._stay[number], self._same[number] = dict(parts), others
+            self.staying.left[number], self.staying.same[number] = dict(parts), others
             self._layers.append(first)
+            if first is modules.get("head") and not others:
+                self.staying.head = number, stays["head"], len(layers)
         self.embedding = self._head = None
         if "embedding" in self._tables:
             embedding = self._vocabulary["embedding"]
@@ -126,57 +127,33 @@ class Streams:
                 yield layer
 
         twins.install(filled)
-        for number, parts in list(self._stay.items()):
+        for number, parts in list(self.staying.left.items()):
             if self.scheduler is None or not all(self._came.comes(number, name) for name in parts):
-                self._keep(number)
+                self.staying.keep(number)
 
     def settle(self) -> None:
         """Waits for what stays in memory: whoever looks at all weights finds it. Raises StreamingFailed."""
-        for number in list(self._stay):
-            self._keep(number)
-
-    def _keep(self, number: int) -> None:
-        """Waits for what stays of a layer, once; its tensors are ordinary ones, in whatever mode the model is
-        called. Raises StreamingFailed; the next call then reads it anew.
-        """
-        with self._keeping, torch.inference_mode(False):
-            left, layer = self._stay.get(number, {}), self._layers[number]
-            for name, part in list(left.items()):
-                if (where := self._yet.get((number, name))) is None:
-                    where = list(without(layer, part, self._dtype))
-                else:
-                    check(where, part, self._dtype)
-                    for other in self._same.get(number, ()):
-                        check([(other, "weight", where[0][2])], part, self._dtype)
-                held = self._came.part(number, name)
-                put(places(where, part, held, self._dtype, copied=self._in_place))
-                for other in self._same.get(number, ()):
-                    other._parameters["weight"] = layer._parameters["weight"]
-                self._yet.pop((number, name), None)
-                del left[name]
-            self._stay.pop(number, None)
-            for handle in self._handles.pop(number, ()):
-                handle.remove()
+        self.staying.settle()
 
     def _begin(self, asked: list[int]) -> None:
         """asked: what a pass asks the scheduler for. Raises what _place() does."""
         if self._head is not None and self.scheduler is not None:
             self._head.follow(self.scheduler)
-        for number, parts in self._stay.items():
-            layer, keep = self._layers[number], functools.partial(self._keep, number)
-            for name, part in parts.items():
-                self._yet[number, name] = self._without(layer, part)
-            for other in self._same.get(number, ()):
-                other._parameters["weight"] = layer._parameters["weight"]
-            for module in [*layer.modules(), *self._same.get(number, ())]:  # a part may be called by itself
-                handle = module.register_forward_pre_hook(lambda *_, keep=keep: keep())
-                self._handles.setdefault(number, []).append(handle)
-                module.register_state_dict_pre_hook(lambda *_, keep=keep: keep())
+        self.staying.wait(self._slots(asked))
         for number in self._streamed:
             self._layers[number].register_forward_pre_hook(self._before(number))
             self._layers[number].register_forward_hook(self._after(number), always_call=True)
         if self._host_threads is not None:
             self._place(asked)
+
+    def _slots(self, asked: list[int]) -> Slots | None:
+        """Where what stays may be computed before it is there. None: passes follow more than one order."""
+        if self.scheduler is None or self._host_threads is not None:
+            return None
+        return Slots(
+            self.scheduler, asked, self.plan.moved, self._before, self._after,
+            lambda number: bool(self._holds(number)), self._users, self._lock,
+        )  # fmt: skip
 
     def _place(self, asked: list[int]) -> None:
         """Raises InvalidArgument for a mover whose weights do not lie in memory, StreamingFailed."""
@@ -206,7 +183,7 @@ class Streams:
     def _looked_at(self, number: int, passing: bool = False) -> Iterator[torch.nn.Module]:
         """A layer with its weights. passing: others follow it, as in a pass. Raises StreamingFailed."""
         layer = self._layers[number]
-        self._keep(number)
+        self.staying.keep(number)
         if number not in self._streamed:
             yield layer
             return
@@ -222,13 +199,13 @@ class Streams:
             return 0
         coming = sum(
             kept(part, self._dtype, self._in_place)
-            for number, parts in self._stay.copy().items()
+            for number, parts in self.staying.left.copy().items()
             for name, part in parts.copy().items()
             if not self._came.is_there(number, name)
         )
         slots = self.scheduler.slots if self.scheduler is not None else []
         if self._streamed and not self._rooms and not self._taken:
-            coming += self._copied()  # the first room; a second is made only where two threads compute
+            coming += self._copied  # the first room; a second is made only where two threads compute
         return coming + sum(len(slot.memory) for slot in slots if not slot.touched)
 
     def close(self) -> None:
@@ -265,6 +242,8 @@ class Streams:
             if layer is not self._layers[number]:
                 raise InvalidArgument("a copy of a streamed layer has no weights; load the model once more")
             self._give_back_what_was_left()
+            if args:
+                self.staying.begin()
             if self.placement is not None and args:
                 rows = args[0].shape[:-1].numel()
                 if self.placement.enter(number, rows) and self._to_host(number):
@@ -272,6 +251,8 @@ class Streams:
             with contextlib.ExitStack() as stack:
                 slot = stack.enter_context(self.scheduler.holding(number, passing))
                 with self._lock:
+                    if number not in self._streamed and number not in self.staying.late:
+                        return  # it has come to stay meanwhile
                     if not self._users.get(number):
                         self._point(number, self._parts_of(number, slot))
                     self._users[number] = self._users.get(number, 0) + 1
@@ -340,7 +321,7 @@ class Streams:
 
     def _parts_of(self, number: int, slot: Slot) -> Iterator[memoryview]:
         at = 0
-        for part in self._streamed[number]:
+        for part in self._read(number):
             yield slot.memory[at : at + part.length]
             at += part.length
 
@@ -352,7 +333,8 @@ class Streams:
             self._taken[number] = self._rooms.pop() if self._rooms else self._new_room()
         room = self._taken[number]
         room.empty()
-        parts = list(zip(self._away[number], self._streamed[number], memories, strict=True))
+        away = self._away[number] if number in self._streamed else self.staying.away(number)
+        parts = list(zip(away, self._read(number), memories, strict=True))
         for where, part, _ in parts:
             check(where, part, self._dtype)
         try:
@@ -362,8 +344,15 @@ class Streams:
             self._unpoint(number)
             raise
 
+    def _read(self, number: int) -> list[Part]:
+        """What its slot holds, one behind the other."""
+        return self._streamed.get(number) or self.staying.late[number]
+
     def _unpoint(self, number: int) -> None:
-        put(place for where in self._away[number] for place in where)
+        if number in self._streamed:
+            put(place for where in self._away[number] for place in where)
+        else:
+            put(self.staying.still(number))
 
     def _without(self, layer: torch.nn.Module, part: Part) -> list[Place]:
         """What stands for the part's weights from here on."""
@@ -372,8 +361,4 @@ class Streams:
         return found
 
     def _new_room(self) -> Room:
-        return Room(pages(self._copied()))
-
-    def _copied(self) -> int:
-        """Bytes of a streamed layer's copies, at most."""
-        return max(sum(copies(part, self._dtype) for part in parts) for parts in self._streamed.values())
+        return Room(pages(self._copied))

@@ -73,6 +73,7 @@ class Admission:
         self.chunk, self._raised = chunk, 1.0
         self._shape = Shape.of(model, streams_of(model) is not None, is_packed(model))
         self._held = _held(model)
+        self._embedding = getattr(streams_of(model), "embedding", None)  # that is read row by row
         self.memory = _free(model) + self._held if memory is None else memory
 
     def of_pieces(self, chunk: int, memory: int) -> Admission:
@@ -89,8 +90,11 @@ class Admission:
         check_bounds("new", new, 0, MOST_TOKENS)
         parts = self._shape.kv(prompt + new), self._shape.piece(min(self.chunk, prompt), prompt + new)
         kv, piece = (self._up(rows * part) for part in parts)
-        fixed = self._up(self._shape.fixed)
-        return Estimate(prompt, new, self._held, kv, piece + fixed, self._up(rows * self._shape.logits))
+        fixed = self._shape.fixed
+        if self._embedding is not None:
+            fixed += self._embedding.beyond(rows * min(self.chunk, prompt))
+        logits = self._up(rows * self._shape.logits)
+        return Estimate(prompt, new, self._held, kv, piece + self._up(fixed), logits)
 
     def admit(self, ids: torch.Tensor, max_new_tokens: int, auto_truncate: bool = False) -> torch.Tensor:
         """ids [rows, tokens] as they may run: all of them, or with auto_truncate the last ones that fit.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -79,14 +79,15 @@ class StreamedEmbedding:
     def _before(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         while getattr(self._mine, "users", 0):  # torch calls no hook behind a call that Ctrl-C ended
             self._after()
-        rows = input_of(args, kwargs).unique().tolist()
+        wanted = self._blocks(input_of(args, kwargs).unique().tolist())
         with self._lock:
             if not self._users:
                 check(self._module, self._table)
-            if not self._users and len(self._there) * BLOCK_BYTES > ROWS_BYTES:
-                self._pages.madvise(mmap.MADV_DONTNEED)
-                self._there.clear()
-            self._read(rows)
+            if not self._users and len(self._there | wanted) * BLOCK_BYTES > ROWS_BYTES:
+                for block in self._there - wanted:
+                    self._pages.madvise(mmap.MADV_DONTNEED, *self._place(block))
+                self._there &= wanted
+            self._read(wanted)
             self._users += 1
             self._mine.users = getattr(self._mine, "users", 0) + 1
             self._module._parameters["weight"] = self._weight
@@ -100,22 +101,35 @@ class StreamedEmbedding:
             if not self._users:
                 self._module._parameters["weight"] = empty(self._table)
 
-    def _read(self, rows: Sequence[int]) -> None:
+    def _blocks(self, rows: Sequence[int]) -> set[int]:
+        """Those that the rows lie in."""
         table = self._table
         width = table.length // table.shape[0]
-        wanted = {
+        return {
             block
             for row in rows
             if 0 <= row < table.shape[0]  # another is the module's own error
             for block in range(row * width // BLOCK_BYTES, ((row + 1) * width - 1) // BLOCK_BYTES + 1)
         }
+
+    def _place(self, block: int) -> tuple[int, int]:
+        """Where it lies in the memory, and its bytes."""
+        at = block * BLOCK_BYTES
+        return at, min(BLOCK_BYTES, len(self._memory) - at)
+
+    def _read(self, wanted: set[int]) -> None:
         for block in sorted(wanted - self._there):
-            at = block * BLOCK_BYTES
-            length = min(BLOCK_BYTES, len(self._memory) - at)
-            piece = Piece(table.offset + at, length, table.blocks[block])
+            at, length = self._place(block)
+            piece = Piece(self._table.offset + at, length, self._table.blocks[block])
             fill(self._mover, self._layer, [piece], self._memory[at : at + length])
             self._there.add(block)
             self.bytes += length
+
+    def beyond(self, tokens: int) -> int:
+        """Bytes that the rows of so many tokens, looked up at one time, may take above ROWS_BYTES."""
+        width = self._table.length // self._table.shape[0]
+        most = 1 if BLOCK_BYTES % width == 0 else -(-width // BLOCK_BYTES) + 1  # blocks of a row
+        return max(0, min(len(self._memory), tokens * most * BLOCK_BYTES) - ROWS_BYTES)
 
 
 class StreamedHead:
@@ -123,7 +137,6 @@ class StreamedHead:
 
     def __init__(self, module: torch.nn.Module, table: Table, first: int) -> None:
         self._module, self._table, self._first = module, table, first
-        self._multiply = multiply if type(module) is Head else torch.nn.functional.linear
         self._inputs = threading.local()
         module._parameters["weight"] = empty(table)
         self._nothing = torch.empty((table.shape[0], 0), dtype=getattr(torch, table.dtype))
@@ -164,15 +177,44 @@ class StreamedHead:
         if out is None:
             return None
         assert self.scheduler is not None
-        for i, number in enumerate(numbered(self._table, self._first)):
-            start = i * self._table.rows
-            with self.scheduler.holding(number) as slot:
-                weight = piece_of(self._table, i, slot.memory)
-                columns = slice(start, start + len(weight))
-                bias = None if module.bias is None else module.bias[columns]
-                out[..., columns] = self._multiply(x, weight, bias)
-                del weight
-        return out
+        return _multiplied(x, out, module, self._table, self._first, self.scheduler)
+
+
+def _multiplied(
+    x: torch.Tensor, out: torch.Tensor, head: Any, table: Table, first: int, scheduler: Scheduler
+) -> torch.Tensor:
+    """x [..., width] times the pieces, which the scheduler has from number `first` on: out [..., rows].
+    Raises StreamingFailed, and Closed.
+    """
+    times = multiply if type(head) is Head else torch.nn.functional.linear
+    for i, number in enumerate(numbered(table, first)):
+        start = i * table.rows
+        with scheduler.holding(number) as slot:
+            weight = piece_of(table, i, slot.memory)
+            columns = slice(start, start + len(weight))
+            bias = None if head.bias is None else head.bias[columns]
+            out[..., columns] = times(x, weight, bias)
+            del weight
+    return out
+
+
+def in_pieces(
+    head: Any, table: Table, first: int, scheduler: Scheduler, ended: Callable[[], None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A forward for a head whose weight is still to come: of x [..., width] the logits [..., rows], by pieces
+    as a StreamedHead's, until it is there. ended: called behind the last of them.
+    """
+    usual = type(head).forward
+
+    def forward(input: torch.Tensor) -> torch.Tensor:  # its caller may name it, as nn.Linear's
+        if not isinstance(head._parameters.get("weight"), Away):
+            return usual(head, input)
+        out = input.new_empty((*input.shape[:-1], table.shape[0]))
+        found = _multiplied(input, out, head, table, first, scheduler)
+        ended()
+        return found
+
+    return forward
 
 
 def numbered(table: Table, first: int) -> dict[int, tuple[Piece, ...]]:

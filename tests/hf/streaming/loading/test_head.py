@@ -82,7 +82,7 @@ def test_a_head_that_stays_is_read_beside_the_first_pass(untied):
     for _ in range(2):
         assert torch.equal(logits(model), want)
     assert len(mover.read) > 1 and len(set(mover.read)) == len(mover.read)  # in pieces, each once
-    assert not head.weight.is_meta and not head._forward_pre_hooks.keys() & streams_of(model)._handles.keys()
+    assert not head.weight.is_meta and len(head._forward_pre_hooks) == 1  # what lays rows out
     streams_of(model).close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 import torch
@@ -87,6 +87,8 @@ class Loading:
         self._begun = False
         self._coming = {key: _Coming(part) for key, part in parts.items() if ahead(part)}
         self._left = deque((key, i) for key in self._coming for i in range(len(parts[key].pieces)))
+        self._later: list[tuple[Key, int]] = []  # put off until resume()
+        self._lock = threading.Lock()  # of both
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
@@ -96,10 +98,39 @@ class Loading:
         self._begun = True
         self.tell(0)
         self.scheduler = self._make_scheduler()
+        self._start()
+
+    def _start(self) -> None:
         for i in range(min(READ_AHEAD, len(self._left))):
             thread = threading.Thread(target=self._run, name=f"kvclient-loading-{i}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def put_off(self, numbers: Collection[int], most: int) -> set[int]:
+        """Which of these layers, of `most` bytes together and the last ones first, are not read before
+        resume() is called: none of which anything is there or under way.
+        """
+        with self._lock:
+            left = {number: [unit for unit in self._left if unit[0][0] == number] for number in numbers}
+            chosen: set[int] = set()
+            for number in sorted(numbers, reverse=True):
+                parts = [part for key, part in self._parts.items() if key[0] == number]
+                whole = sum(part.length for part in parts)
+                if len(left[number]) == sum(len(part.pieces) for part in parts) and whole <= most:
+                    chosen.add(number)
+                    most -= whole
+            self._later = [unit for unit in self._left if unit[0][0] in chosen]
+            self._left = deque(unit for unit in self._left if unit[0][0] not in chosen)
+            return chosen
+
+    def resume(self) -> None:
+        """What was put off is read from here on."""
+        with self._lock:
+            if not self._later:
+                return
+            self._left.extend(self._later)
+            self._later = []
+        self._start()
 
     def __enter__(self) -> Loading:
         return self
@@ -112,6 +143,9 @@ class Loading:
     def end(self, closed: Mover | Scheduler) -> None:
         """Closes what it reads by, and gives up what has not come; who waits for a part is told so."""
         closed.close()
+        with self._lock:
+            self._left.extend(self._later)
+            self._later = []
         while (unit := self._next()) is not None:
             if (coming := self._coming.get(unit[0])) is not None:
                 coming.failed(Closed("the model's streams were closed"))
@@ -119,10 +153,8 @@ class Loading:
             thread.join()
 
     def _next(self) -> tuple[Key, int] | None:
-        try:
-            return self._left.popleft()
-        except IndexError:
-            return None
+        with self._lock:
+            return self._left.popleft() if self._left else None
 
     def _run(self) -> None:
         while (unit := self._next()) is not None:

@@ -1,0 +1,223 @@
+"""Proves that the first pass takes out of slots what stays and nobody has begun to read, and that it is read
+once more, and once, behind that pass: so memory that nobody has touched keeps no first token waiting.
+
+Method: a small llama, plain in 16 bits and packed, whose last layers and head stay; a mover that keeps a list
+of who reads what, and lets the threads that read ahead wait until the test says so.
+"""
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers
+
+from kvclient.errors import InvalidArgument
+from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig, StreamingFailed
+from kvclient.hf.streaming.registry import streams_of
+from tests.hf.awq_checkpoint import write_checkpoint
+
+PROMPT = torch.arange(1, 25)[None]
+LAYERS, BEGUN = 8, 5  # BEGUN is the first that stays: two threads read ahead, and have begun its two parts
+STREAMED, LATE = set(range(BEGUN)), (6, 7)
+PARTLY = StreamingConfig(residency="partial_resident", keep_first_k=0, keep_last_k=LAYERS - BEGUN)
+
+
+@pytest.fixture(scope="module", params=["plain", "awq"])
+def home(request, tmp_path_factory):
+    """A head of several pieces, each no larger than a layer."""
+    home = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=1200 if request.param == "awq" else 3000, hidden_size=128, intermediate_size=512,
+        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.15,
+        max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    if request.param == "plain":
+        model.save_pretrained(home)
+    else:
+        write_checkpoint(home, model, 32)
+    return home
+
+
+class Seen(DiskMover):
+    """read: who has read what, in that order: whether it was read ahead, and the layer."""
+
+    def __init__(self, arranged):
+        super().__init__(*arranged.paths)
+        self.may, self.begun, self.read, self.failing = threading.Event(), threading.Semaphore(0), [], 0
+        self.head = {piece.offset for piece in arranged.tables["lm_head.weight"].pieces}
+
+    def fill(self, layer, pieces, slot):
+        ahead = threading.current_thread().name.startswith("kvclient-loading")
+        what = "head" if {piece.offset for piece in pieces} & self.head else layer
+        if ahead and what == BEGUN:
+            self.begun.release()
+            assert self.may.wait(60)
+        if not ahead and what == LATE[0] and self.failing:
+            self.failing -= 1
+            raise StreamingFailed(self.path, layer, pieces[0].offset, "no")
+        super().fill(layer, pieces, slot)
+        self.read.append((ahead, what))
+
+    def through_slots(self):
+        return {what for ahead, what in self.read if not ahead}
+
+
+@pytest.fixture
+def opened(home):
+    made = []
+
+    def opened(config=PARTLY):
+        movers = []
+        model = StreamingCausalLM.from_pretrained(
+            home, config, mover=lambda files: movers.append(Seen(files)) or movers[0], dtype=torch.bfloat16
+        )
+        for _ in range(2):  # both of its parts
+            assert movers[0].begun.acquire(timeout=60)
+        model.model.layers[0].register_forward_hook(lambda *_: movers[0].may.set())
+        made.append(model)
+        return model, movers[0]
+
+    yield opened
+    for model in made:
+        streams_of(model).close()
+
+
+@torch.inference_mode()
+def logits(model):
+    return model(PROMPT).logits
+
+
+@pytest.fixture(scope="module")
+def want(home):
+    whole = StreamingConfig(residency="full_resident")
+    return logits(StreamingCausalLM.from_pretrained(home, whole, dtype=torch.bfloat16))
+
+
+def is_there(model):
+    return not any(tensor.is_meta for layer in model.model.layers[BEGUN:] for tensor in layer.parameters())
+
+
+def test_what_nobody_has_begun_to_read_comes_through_slots_once(opened, want):
+    model, mover = opened()
+    assert torch.equal(logits(model), want)
+    streams_of(model).settle()
+    assert is_there(model) and not model.lm_head.weight.is_meta
+    late = [*LATE, "head"]
+    assert mover.through_slots() >= STREAMED | set(late) and (False, BEGUN) not in mover.read
+    last = max(i for i, read in enumerate(mover.read) if read == (False, "head"))
+    assert [what for ahead, what in mover.read[:last] if ahead and what in late] == []  # none beside the pass
+    again = [what for ahead, what in mover.read[last:] if ahead]
+    assert sorted(map(str, set(again))) == sorted(map(str, late))
+    assert again.count("head") == len(mover.head) > 1
+    assert [again.count(layer) for layer in LATE] == [2, 2]  # parts
+    del mover.read[:]
+    for _ in range(2):
+        assert torch.equal(logits(model), want)
+    assert {what for _, what in mover.read} <= STREAMED
+    assert streams_of(model).left() == 0 and not streams_of(model).staying._handles
+    assert "forward" not in model.lm_head.__dict__
+
+
+def test_no_more_is_read_twice_than_a_pass_reads(opened, want):
+    """Layer 1 alone is streamed: of what is late there is room for one, and the head is larger."""
+    all_but_one = StreamingConfig(residency="partial_resident", keep_first_k=1, keep_last_k=LAYERS - 2)
+    model, mover = opened(all_but_one)
+    assert torch.equal(logits(model), want)
+    assert mover.through_slots() == {1, LATE[1]}
+    streams_of(model).settle()
+    assert torch.equal(logits(model), want) and is_there(model)
+
+
+def test_who_looks_at_all_weights_before_the_first_pass_has_them_in_place(opened, want):
+    model, mover = opened()
+    mover.may.set()
+    streams_of(model).settle()
+    assert is_there(model)
+    assert torch.equal(logits(model), want)
+    assert mover.through_slots() <= STREAMED
+
+
+def test_who_looks_at_them_in_the_middle_of_it_has_them_and_it_goes_on(opened, want):
+    model, _ = opened()
+    settled = []
+
+    def look(*_):
+        if not settled:
+            thread = threading.Thread(target=lambda: (streams_of(model).settle(), settled.append(1)))
+            thread.start()
+            thread.join(60)
+
+    model.model.layers[LATE[0]].mlp.register_forward_pre_hook(look)
+    assert torch.equal(logits(model), want) and settled
+    assert is_there(model)
+    assert torch.equal(logits(model), want)
+    slots = streams_of(model).scheduler.slots
+    assert not any(slot.users for slot in slots)
+
+
+def test_a_part_of_a_late_layer_waits_for_it(opened, want):
+    model, _ = opened()
+    assert torch.equal(logits(model), want)
+    x = torch.randn(1, 3, 128, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert not model.model.layers[LATE[1]].mlp(x).is_meta
+    assert not any(tensor.is_meta for tensor in model.model.layers[LATE[1]].parameters())
+    assert torch.equal(logits(model), want)
+
+
+def test_two_first_passes_at_one_time(opened, want):
+    model, _ = opened()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(logits(model))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 2 and all(torch.equal(each, want) for each in found)
+    assert torch.equal(logits(model), want)
+    assert not any(slot.users for slot in streams_of(model).scheduler.slots)
+
+
+def test_a_read_that_fails_and_a_layer_that_raises_are_followed_by_a_call_that_works(opened, want):
+    model, mover = opened()
+    mover.failing = 4  # read before it is asked for, and again then
+    with pytest.raises(StreamingFailed, match="layer 6, offset"):
+        logits(model)
+    assert torch.equal(logits(model), want)
+    model, _ = opened()
+    raising = [KeyError("inside")]
+
+    def fail(*_):
+        if raising:
+            raise raising.pop()
+
+    model.model.layers[LATE[0]].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="inside"):
+        logits(model)
+    assert not any(slot.users for slot in streams_of(model).scheduler.slots)
+    for _ in range(2):
+        assert torch.equal(logits(model), want)
+
+
+def test_what_was_changed_is_refused_and_a_copy_has_no_weights(opened):
+    model, _ = opened()
+    norm = model.model.layers[LATE[0]].input_layernorm
+    norm.weight = torch.nn.Parameter(torch.ones(128, dtype=torch.bfloat16), requires_grad=False)
+    with pytest.raises(InvalidArgument, match="was changed"):
+        logits(model)
+    model, _ = opened()
+    copied = []
+    model.model.norm.register_forward_hook(lambda *_: copied.append(copy.deepcopy(model.lm_head)))
+    logits(model)
+    with pytest.raises(InvalidArgument, match="call the layer"):
+        copied[0](torch.zeros(1, 128, dtype=torch.bfloat16))
+
+
+def test_under_autograd_nothing_is_late(opened, want):
+    """A backward would find another layer in the slot."""
+    model, mover = opened()
+    assert torch.equal(model(PROMPT).logits.detach(), want)
+    assert mover.through_slots() <= STREAMED
