@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "cpu/linear.h"
 #include "cpu/numbers.h"
 #include "cpu/vector.h"
 
@@ -20,6 +21,7 @@ struct Float32 {
   using Element = float;
   using Factor = Vector::T;
   static constexpr uint32_t kStep = Vector::kLanes;
+  static constexpr uint32_t kInputs = 768;  // of more, a tile of x and its weights do not fit into the first cache (docs/log.md)
   static Factor factor(const float* p) { return Vector::load(p); }
   static Vector::T fma(Factor a, Factor b, Vector::T sum) { return Vector::fma(a, b, sum); }
   static Vector::T load(const float* p) { return Vector::load(p); }
@@ -31,6 +33,7 @@ struct Float32 {
 
 struct Bfloat16Floats {
   using Element = uint16_t;
+  static constexpr uint32_t kInputs = kLinearInputs;
 #if defined(__AVX512F__)
   static Vector::T load(const uint16_t* p) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -176,8 +176,8 @@ inline void multiply_block(const kvk_linear& a, const void* weights, const float
   const uint32_t tiles = (rows + kTileRows - 1) / kTileRows;
   const auto* x = static_cast<const typename E::Element*>(a.x) + row_start * a.x_row_stride;
   const auto* w = static_cast<const typename E::Element*>(weights);
-  for (uint32_t k = 0; k < a.inputs; k += kLinearInputs) {
-    const uint32_t inputs = a.inputs - k < kLinearInputs ? a.inputs - k : kLinearInputs;
+  for (uint32_t k = 0; k < a.inputs; k += E::kInputs) {
+    const uint32_t inputs = a.inputs - k < E::kInputs ? a.inputs - k : E::kInputs;
     for (uint32_t column = start; column < stop; column += kPanel) {
       LinearTile<E> t{x + k,
                       a.x_row_stride,
@@ -282,7 +282,7 @@ inline void multiply_elements(const kvk_linear& a, uint32_t start, uint32_t stop
   using Element = typename E::Element;
   constexpr uint32_t kFit = kLinearBytes / sizeof(Element);
   constexpr bool kAtOnce = sizeof(Element) == sizeof(float);  // sums are what is wanted
-  const uint32_t fit = kFit / (a.inputs < kLinearInputs ? a.inputs : kLinearInputs) / kTileRows * kTileRows;
+  const uint32_t fit = kFit / (a.inputs < E::kInputs ? a.inputs : E::kInputs) / kTileRows * kTileRows;
   const uint32_t most = fit < kTileRows ? kTileRows : fit < kLinearRows ? fit : kLinearRows;
   const uint32_t columns = stop - start, whole = (columns + kLinearLanes - 1) / kLinearLanes * kLinearLanes;
   float biases[2][kLinearColumns];
