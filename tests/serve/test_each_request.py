@@ -77,6 +77,8 @@ def test_what_is_asked_for_is_done(tiny):
     for change in ({"repetition_penalty": 5.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0},
                    {"logit_bias": {"7": 100}}, {"temperature": 2, "seed": 1}):  # fmt: skip
         assert completion(tiny, max_tokens=30, ignore_eos=True, **change)[0] != plain, change
+    drawn = {"temperature": 2, "seed": 1, "max_tokens": 30, "ignore_eos": True}
+    assert completion(tiny, **drawn, top_k=-1) == completion(tiny, **drawn), "-1 is all, as vLLM has it"
     cut = plain[3:5]
     said, reason, _ = completion(tiny, max_tokens=30, ignore_eos=True, stop=[cut])
     assert (said, reason) == (plain[: plain.index(cut)], "stop")

@@ -46,6 +46,8 @@ def test_a_stream_is_the_whole_answer_and_counts_what_was_cached(client):
     chunks = list(said(client, stream=True, stream_options={"include_usage": True}))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
+    assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in chunks[:-1])
+    assert all("usage" not in chunk.model_fields_set for chunk in said(client, stream=True))
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert whole.usage.prompt_tokens_details.cached_tokens == 0
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= 128

@@ -59,7 +59,7 @@ def create_app(asking: Asking, version: str = "", origins: Sequence[str] = ()) -
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
                            allow_headers=["*"], expose_headers=told)  # fmt: skip
 
-    def salt(request: Request) -> bytes:
+    async def salt(request: Request) -> bytes:  # one that is not is called on a thread
         shown = (request.headers.get(name) for name in ("authorization", "x-api-key"))
         return asking.salt_of(*(text and text.encode("latin-1") for text in shown))  # bytes, as they came
 

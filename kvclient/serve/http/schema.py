@@ -64,7 +64,7 @@ class Common(Strict):
     model: str | None = None
     temperature: float = Field(1.0, ge=0, le=5)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=-1)  # 0 or, as vLLM has it, -1: all
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -86,6 +86,11 @@ class Common(Strict):
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+    @field_validator("top_k")
+    @classmethod
+    def _all(cls, value: int) -> int:
+        return max(0, value)
 
     @field_validator("stream_options")
     @classmethod

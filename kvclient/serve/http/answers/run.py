@@ -193,26 +193,30 @@ def new_id(kind: str) -> str:
 
 
 def head(run: Run, kind: str, shown: str, made: int, ident: str) -> dict[str, Any]:
-    """What every object of an answer begins with. made: seconds since 1970."""
+    """What every object of an answer begins with. made: seconds since 1970. Of a stream that ends with the
+    counts of tokens each chunk has them, null until then.
+    """
     name = run.asking.model_name
     return {
         "id": ident, "object": shown, "created": made, "model": name,
-        "system_fingerprint": run.asking.fingerprint,
+        "system_fingerprint": run.asking.fingerprint, **({"usage": None} if wants_usage(run) else {}),
     }  # fmt: skip
 
 
 async def as_events(chunks: AsyncIterator[dict[str, Any]], run: Run, path: str) -> AsyncIterator[str]:
     """Server-sent events, as the API of this path has them. A failure in the middle is told as one, for the
-    status is sent already.
+    status is sent already. What comes behind the last token is one piece: nothing of it is waited for.
     """
-    named = path in (ANTHROPIC, RESPONSES)
+    named, held = path in (ANTHROPIC, RESPONSES), ""
     try:
         async for chunk in chunks:
             name = f"event: {chunk['type']}\n" if named else ""
-            yield f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+            held += f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+            if not run.over:
+                yield held
+                held = ""
     except ApiError as error:
-        yield error.event_at(path)
+        held += error.event_at(path)
     finally:
         run.close()
-    if not named:
-        yield "data: [DONE]\n\n"
+    yield held if named else f"{held}data: [DONE]\n\n"
