@@ -25,7 +25,8 @@ class QueueFull(Exception):
 class Limits:
     """max_batch: requests computed side by side. max_queue: waiting behind them. piece_tokens: of a prompt at
     one time beside others. memory_tokens: KV of all of them together. timeout_s: for a whole request.
-    step_tokens: that one step adds to a request, at most.
+    step_tokens: that one step adds to a request, at most. alone_whole: a prompt is computed at one time where
+    nobody else is there.
     """
 
     max_batch: int = 16
@@ -34,6 +35,18 @@ class Limits:
     memory_tokens: int = 1 << 17
     timeout_s: float = 600.0
     step_tokens: int = 1
+    alone_whole: bool = False
+
+    @property
+    def most(self) -> int:
+        """Tokens of prompts in one pass: a piece, or an eighth more."""
+        return self.piece_tokens * 9 // 8
+
+    def piece(self, left: int) -> int:
+        """Of so many tokens of a prompt, those that are computed next. Pieces of a prompt are of one length:
+        a short last one would read all weights for little.
+        """
+        return -(-left // -(-left // self.most))
 
 
 ROOM_STEPS = 32  # a request comes in only where all have room for so many steps more
@@ -75,6 +88,7 @@ class Entry:
 class Prefill:
     entry: Entry
     upto: int  # of the prompt's tokens
+    kept: bool = False  # its cache stays for the next piece; without, pieces meet in the store
 
 
 @dataclass(frozen=True)
@@ -88,11 +102,13 @@ class Decode:
 @dataclass(frozen=True)
 class Look:
     """What computing a prompt comes to: how many of its tokens are there already, and the name of what is to
-    be computed first, which others may be about to compute too.
+    be computed first, which others may be about to compute too. held: somebody computes that now, so it waits
+    while there is another to compute.
     """
 
     stored: int
     missing: bytes | None = None
+    held: bool = False
 
 
 Looking = Callable[[Entry], "Look | None"]
@@ -173,30 +189,41 @@ class Scheduler:
             return Preempt(victim)
         if self._running and (self._decode_due or not self._filling):
             self._decode_due = False
-            return Decode(list(self._running), self._short(False))
+            return Decode(list(self._running), self._short(self._looks(), False))
         if not self._filling:
             return None
         self._pieces += 1
         # Short prompts first, so that they need not wait for a long one's end; every fourth piece the oldest.
         oldest = self._pieces % 4 == 0
-        if pieces := self._short(oldest):
+        looks = self._looks()
+        if pieces := self._short(looks, oldest):
             return Decode(list(self._running), pieces)
         self._decode_due = bool(self._running)
-        entry = min(self._filling, key=lambda e: e.arrived if oldest else (e.left, e.arrived))
+        able = [entry for entry, look in looks if look is None or not look.held] or self._filling
+        entry = min(able, key=lambda e: e.arrived if oldest else (e.left, e.arrived))
+        return self._prefill(entry, dict(looks)[entry])
+
+    def _prefill(self, entry: Entry, look: Look | None) -> Prefill:
         alone = self.active == 1 and not self._waiting
+        if look is not None and not (alone and self.limits.alone_whole and not entry.filled):
+            there = max(entry.filled, look.stored)
+            more = self.limits.piece(max(1, entry.prompt_tokens - there))
+            return Prefill(entry, min(entry.prompt_tokens, there + more), True)
         upto = entry.prompt_tokens
         if not (entry.whole or alone):  # its pieces would meet in the store: in its codec, on its disk
             upto = min(upto, entry.filled + self.limits.piece_tokens)
         return Prefill(entry, upto)
 
-    def _short(self, oldest: bool) -> tuple[Prefill, ...]:
+    def _looks(self) -> list[tuple[Entry, Look | None]]:
+        return [(entry, self._look(entry)) for entry in self._filling]
+
+    def _short(self, looks: list[tuple[Entry, Look | None]], oldest: bool) -> tuple[Prefill, ...]:
         """The prompts whose rests together are one piece, or an eighth more: those that share what is missing
         one by one, so that it is computed once. None where it is the oldest one's turn, and that is long.
         """
-        room, names, out = self.limits.piece_tokens * 9 // 8, set[bytes](), list[Prefill]()
-        looks = [(self._look(entry), entry) for entry in self._filling]
+        room, names, out = self.limits.most, set[bytes](), list[Prefill]()
         rests = [(entry.prompt_tokens - look.stored, entry.arrived, look.missing, entry)
-                 for look, entry in looks if look is not None]  # fmt: skip
+                 for entry, look in looks if look is not None and not look.held]  # fmt: skip
         for rest, _, missing, entry in sorted(rests, key=lambda at: at[:2]):
             if rest <= room and missing not in names:
                 room -= rest

@@ -37,8 +37,9 @@ def limited(engine: Engine, limits: Limits) -> Limits:
     if (asked := asked_of(engine.model)) is None:
         return limits
     rows = limits.max_batch * limits.step_tokens
-    room = asked.serve(engine.model, limits.piece_tokens * 9 // 8, rows)
+    room = asked.serve(engine.model, limits.most, rows)
     if room < 2:
         told = f"of --memory {asked.memory} the model leaves no room for a request of {rows} rows a step"
         raise InvalidArgument(f"{told} and {limits.piece_tokens} tokens of a prompt at one time")
-    return dataclasses.replace(limits, memory_tokens=min(limits.memory_tokens, room))
+    memory = min(limits.memory_tokens, room)
+    return dataclasses.replace(limits, memory_tokens=memory, alone_whole=True)  # each piece reads all layers

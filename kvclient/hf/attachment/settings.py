@@ -37,6 +37,7 @@ class Settings:
     salt: bytes = b""  # beside attach()'s
     inside: bool = True  # what is no prefix is reused too
     publish_tokens: int | None = None
+    follow: bool = True  # who computes what this call needs is waited for, where attach() was told so
     priority: int | None = None
     ttl_s: float | None = None
     tails: bool | None = None
@@ -48,7 +49,7 @@ class Settings:
         keeping = {"priority": self.priority, "ttl_s": self.ttl_s, "tails": self.tails}
         return dataclasses.replace(
             options, publish_tokens=self.publish_tokens, search=self.inside, static=self.static,
-            room=self.room,
+            room=self.room, follow=self.follow and options.follow,
             **{name: value for name, value in keeping.items() if value is not None},
         )  # fmt: skip
 
@@ -101,14 +102,16 @@ class Scoped:
             yield
 
     @contextlib.contextmanager
-    def limited(self, inside: bool = True, publish_tokens: int | None = None) -> Iterator[None]:
-        """Within it, this thread's calls reuse nothing but prefixes (inside=False), and publish no more than
-        the first publish_tokens tokens of a prompt, and no generated text. Raises InvalidArgument for less
-        than none.
+    def limited(
+        self, inside: bool = True, publish_tokens: int | None = None, follow: bool = True
+    ) -> Iterator[None]:
+        """Within it, this thread's calls reuse nothing but prefixes (inside=False), wait for nobody who is
+        computing them (follow=False), and publish no more than the first publish_tokens tokens of a prompt,
+        and no generated text. Raises InvalidArgument for less than none.
         """
         if publish_tokens is not None:
             check_bounds("publish_tokens", publish_tokens, 0, MOST_TOKENS)
-        with self.set_here(inside=inside, publish_tokens=publish_tokens):
+        with self.set_here(inside=inside, publish_tokens=publish_tokens, follow=follow):
             yield
 
     @contextlib.contextmanager

@@ -80,9 +80,8 @@ class Claims:
             )
         # Of layers that do not need all tokens.
         self.groups = [(group, self._made(group.layout_id, group.form, above)) for group in served.groups]
-        states, self.snapshots = served.states, None
-        if states is not None:
-            self.snapshots = Snapshots(client, states, above, options.ttl_s)
+        made = None if served.states is None else Snapshots(client, served.states, above, options.ttl_s)
+        self.snapshots, self.awaited = made, False  # awaited: another computes what a text misses first
 
     def _made(self, layout_id: int | None, form: BlockFormat, priority: int | None = None) -> Publisher:
         priority = self._options.priority if priority is None else priority
@@ -176,6 +175,7 @@ class Claims:
             return
         results = self._publisher.claim(prefix.chain[:blocks], first, prefix.group.rows[0], prefix.group.pad)
         run = next((i for i, word in enumerate(results) if word not in ("exists", "pending")), len(results))
+        self.awaited |= next((word for word in results if word != "exists"), "") == "pending"
         if read and run and first == len(prefix.views):
             prefix.extend(self._client, first + run, follow)
         if shared:

@@ -3,8 +3,9 @@ the other a prompt is computed by its caller beside others, in a pass that is no
 
 Owns the question whether a cache is still what that call left, and the two halves of a Request around the
 caller's pass. Never computes, and never waits for unsealed blocks of others: they may be computed in the same
-pass. Invariant: blocks are published only of tokens that the cache was left with, or that are computed behind
-them; finish() gives back whatever a pass that failed, or never was, had pinned and claimed.
+pass, or later in this thread. Invariant: blocks are published only of tokens that the cache was left with, or
+that are computed behind them; finish() gives back whatever a pass that failed, or never was, had pinned and
+claimed.
 """
 
 from __future__ import annotations
@@ -57,13 +58,19 @@ class Continuation(Request):
 
 
 class Opened(Request):
-    """Made as a Request is. `cache` is for ragged.step(), which the rest of the prompt goes through."""
+    """Made as a Request is. `cache` is for ragged.step(), which the rest of the prompt goes through, in one
+    pass or in several: what is found, claimed and told is that of one. `held`: tokens in the cache; `upto`:
+    of the prompt, those that it holds behind the next pass.
+    """
 
     cache: Any = None
+    held = upto = 0
+    _seconds = 0.0
 
     def begin(self, model: torch.nn.Module, input_ids: torch.Tensor, config: Any) -> bool:
         """input_ids: [1, tokens]. config: a GenerationConfig. False: only generate() can serve this prompt,
-        and nothing was claimed. Raises the store's errors where attach() was told to.
+        as it waits for who computes it now, too; finish() gives back what was claimed. Raises the store's
+        errors where attach() was told to.
         """
         served = self._served_model
         try:
@@ -79,17 +86,29 @@ class Opened(Request):
         self._generated = False  # its caller publishes the answer
         self.cache = self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         self._begin(model, self.cache, config, self._read, False, input_ids.device)
-        return self._steps is None and self.report.dense is None
+        self.held, self.upto = self._hit, self._prompt.length
+        assert self._claims is not None
+        return self._steps is None and self.report.dense is None and not self._claims.awaited
 
     @property
     def rest(self) -> list[int]:
-        """The tokens that the cache does not hold: one at least."""
+        """The tokens of the next pass: one at least."""
         assert self._prompt is not None
-        return list(self._prompt.groups[0].tokens[self._hit :].tolist())
+        return list(self._prompt.groups[0].tokens[self.held : self.upto].tolist())
 
     def computed(self, seconds: float) -> None:
-        """The cache holds the whole prompt; its tokens took so long."""
-        self._prefilled(seconds)
+        """The cache holds the prompt up to `upto`, and the pass took so long. Blocks that are full are sealed
+        now, so that others need not wait for the end.
+        """
+        assert self._prompt is not None and self._claims is not None
+        self.held, self._seconds = self.upto, self._seconds + seconds
+        if self.held == self._prompt.length:
+            return self._prefilled(self._seconds)
+        began = time.perf_counter()
+        if not self._tolerance.tried(self._claims.seal, False):
+            self._stop_writing()
+        self._seconds += time.perf_counter() - began
+        return None
 
     def finish(self) -> None:
         try:

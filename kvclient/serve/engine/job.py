@@ -11,6 +11,7 @@ from typing import Any
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.model.structure import Refused
+from kvclient.hf.request.continuation import Opened
 from kvclient.hf.streaming import RequestTooLarge
 from kvclient.serve.engine.drafting import Record
 from kvclient.serve.engine.sampling import Chosen, Sampler
@@ -97,6 +98,7 @@ class Job:
     entry: Entry | None = None
     cancelled: bool = False
     cache: Any = None
+    opened: Opened | None = None  # what its prompt is computed into, between the first piece and the last
     tokens: list[int] = field(default_factory=list)
     pieces: int = 0
     apart: bool = False  # only generate() can serve its prompt

@@ -5,8 +5,8 @@ them by events; nothing else crosses. Never waits while there is something to co
 that was taken in hears exactly one Done or Failed, or the process ends; a cancelled one costs at most the
 step that was under way.
 
-A prompt is computed in pieces by generate() itself, a short rest with the step of those that run: each piece
-finds those before it in the store, so decoding goes on in between and nothing computed is lost or done twice.
+A prompt is computed in pieces, between which others come in and decoding goes on: into its request's cache,
+a short rest with the step of those that run; where only generate() can, each finds those before in the store.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from kvclient.hf.attachment.attach import Attachment
-from kvclient.hf.call import FAILURES, Report
+from kvclient.hf.call import Report
 from kvclient.hf.release import cache_of
 from kvclient.hf.request.continuation import Opened
 from kvclient.hf.speculation import NOTHING, Draft, keep
@@ -51,15 +50,14 @@ class Loop:
         if drafting is not None:
             limits = dataclasses.replace(limits, step_tokens=1 + drafting.tokens)
         self._model, self._kv, self.limits, self._drafting = model, kv, limits, drafting
-        self._passes, self._joining = Passes(model, kv), Joining(model, kv, self._as_asked)
+        self._passes, self._joining = Passes(model, kv), Joining(model, kv)
         self._scheduler = Scheduler(limits, time.monotonic, self._joining.look)
         self._news: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the scheduler's queue length, for submit()
-        self._queued = 0
+        self._lock, self._queued = threading.Lock(), 0  # of the scheduler's queue length, for submit()
         self.counts, self.ready = Counter[str](), threading.Event()  # ready: a token was computed
         plain, coded = dataclasses.replace(kv.form, codec=None).bytes_per_token, kv.form.bytes_per_token
         sizes = {"kv_bytes_per_token": coded, "kv_bytes_per_token_uncoded": plain}
-        self._endings = Endings(kv, self._as_asked, self._tell, self.counts)
+        self._endings = Endings(kv, self._joining.asked, self._tell, self.counts)
         self._fixed = {"device": str(model.device), **sizes}
         self._closed, self._idle = False, Idle(kv, self.counts)
         self._thread = thread.start(self._run, "kvclient-serve-loop")
@@ -99,10 +97,7 @@ class Loop:
 
     def stored(self, prompt: Sequence[int], salt: bytes, codec: str | None = None) -> int:
         """How many of its first tokens are in the store's memory; 0 if that fails. From any thread."""
-        with contextlib.suppress(*FAILURES), self._kv.salted(salt), self._coded(codec):
-            chain = self._kv.chunker.chain(self._kv.identity, list(prompt))
-            return sum(chain.token_counts[: self._kv.client.lookup(chain).resident]) if len(chain) else 0
-        return 0
+        return self._joining.stored(prompt, salt, codec)
 
     def close(self) -> None:
         """Ends after the step under way; what is unfinished hears Failed."""
@@ -122,7 +117,8 @@ class Loop:
             if isinstance(work, Preempt):
                 self._preempt(work.entry.job)
             elif isinstance(work, Prefill):
-                self._guarded([work.entry], functools.partial(self._prefill, work.entry, work.upto))
+                compute = self._piece if work.kept else self._prefill
+                self._guarded([work.entry], functools.partial(compute, work.entry, work.upto))
             elif isinstance(work, Decode) and work.pieces:
                 self._together(work)
             elif isinstance(work, Decode):
@@ -162,6 +158,7 @@ class Loop:
         if job.entry is not None:
             self._left_queue(job)
             self._scheduler.remove(job.entry)
+            self._joining.end(job)
             self._endings.publish(job)
             job.cache = job.entry = None
             self.counts["requests_cancelled_total"] += 1
@@ -187,6 +184,7 @@ class Loop:
         if job.entry is not None:
             self._left_queue(job)
             self._scheduler.remove(job.entry)
+        self._joining.end(job)
         if job.windowing is not None and job.cache is not None and isinstance(event, Done):
             event = dataclasses.replace(event, window=job.cache.told())
         if job.draft is not None and isinstance(event, Done):
@@ -201,24 +199,13 @@ class Loop:
     def _preempt(self, job: Job) -> None:
         """Its KV goes to the store, its pages back; it comes again with all it said as its prompt."""
         self._endings.publish(job)
+        self._joining.end(job)
         job.cache = None
         if job.draft is not None and self._drafting is not None:
             job.draft.session = self._drafting.begin().session  # a draft model's KV goes back too
         self.counts["requests_preempted_total"] += 1
 
     # ---------------------------------------------------------------- computing
-
-    @contextlib.contextmanager
-    def _as_asked(self, job: Job) -> Iterator[None]:
-        """The store as the request wants it: whose KV, in which codec, inside prompts too, kept how long."""
-        kv = self._kv
-        keeping = kv.keeping(job.priority, job.ttl_s, tails=True)
-        inside, room = kv.limited(inside=job.inside), kv.roomy(job.room)
-        with kv.salted(job.salt), self._coded(job.codec), inside, keeping, room:
-            yield
-
-    def _coded(self, codec: str | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if codec is None else self._kv.coded(codec)
 
     def _prefill(self, entry: Entry, upto: int) -> None:
         job, last, text = entry.job, upto == entry.prompt_tokens, entry.job.said
@@ -234,13 +221,8 @@ class Loop:
             upto = min(entry.prompt_tokens, max(upto, least))
             last = upto == entry.prompt_tokens
         ids = torch.tensor([text[:upto]], device=self._model.device)
-        config = GenerationConfig(
-            do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
-            output_logits=True, return_dict_in_generate=True, use_cache=True,
-        )  # fmt: skip
-        inputs = {"attention_mask": torch.ones_like(ids), "generation_config": config}
-        with self._as_asked(job), self._kv.bypass(read=not job.read, write=not job.write):
-            out = self._model.generate(ids, **inputs)
+        with self._joining.asked(job), self._kv.bypass(read=not job.read, write=not job.write):
+            out = self._passes.generated(ids)
         report = self._kv.last_here
         reused = report.reused_tokens if report is not None else 0
         self.counts["prompt_tokens_computed_total"] += upto - reused
@@ -255,6 +237,26 @@ class Loop:
             self._begins(job, out.logits[0][0], said)
         return None
 
+    def _piece(self, entry: Entry, _upto: int) -> None:
+        """The next of a prompt's tokens, into the cache that its answer goes on from. Where that cannot be,
+        or fails, generate() is asked next: it says why, and goes on without a store that fails."""
+        job = entry.job
+        self._left_queue(job)
+        if (made := self._joining.begin(entry)) is None:
+            return None
+        made.upto = made.held + self.limits.piece(entry.prompt_tokens - made.held)
+        try:
+            logits = self._decode([], [made])[0]
+        except Exception:
+            job.apart = True
+            return self._joining.end(job)
+        if made.held < entry.prompt_tokens:
+            job.pieces = max(job.pieces, 0) + 1
+            return self._scheduler.filled(entry, made.held)
+        job.cache, report = made.cache, made.report
+        self._joining.end(job)
+        return self._joined(entry, report, logits)
+
     def _noted(self, entry: Entry, report: Report | None) -> bool:
         """What was found of a prompt is told once. False: it was already."""
         job = entry.job
@@ -263,8 +265,7 @@ class Loop:
             job.first = dataclasses.replace(first, approximate_tokens=max(inside, first.approximate_tokens))
             return False
         reused, tiers = (report.reused_tokens, report.reused_by_tier) if report is not None else (0, {})
-        self.counts["prompt_tokens_total"] += entry.prompt_tokens
-        self.counts["cached_tokens_total"] += reused
+        self.counts.update(prompt_tokens_total=entry.prompt_tokens, cached_tokens_total=reused)
         cold_s = self._passes.cold_s(entry.prompt_tokens)
         job.first = Prompt(reused, tiers.get("disk", 0), tiers.get("peer", 0), inside, cold_s)
         return True
@@ -294,8 +295,7 @@ class Loop:
         self._passes.note_rate(upto - entry.filled, time.perf_counter() - began)
         self._scheduler.filled(entry, upto)
         if upto == entry.prompt_tokens:
-            self._tell(job, job.first)
-            self._chosen(job, logits)
+            self._begins(job, logits)
 
     def _together(self, work: Decode) -> None:
         """Short rests of prompts with the next tokens of those that run; where that fails, each by itself."""
@@ -318,7 +318,7 @@ class Loop:
 
     def _joined(self, entry: Entry, report: Report, logits: torch.Tensor) -> None:
         self._left_queue(entry.job)
-        self.counts["prompt_tokens_computed_total"] += entry.prompt_tokens - report.reused_tokens
+        entry.job.pieces = max(entry.job.pieces, 0) + 1
         self._noted(entry, report)
         self._scheduler.filled(entry, entry.prompt_tokens)
         self._begins(entry.job, logits)
@@ -335,9 +335,9 @@ class Loop:
                 self._guarded([job.entry], functools.partial(self._decode, [job.entry]))
             return []
         drafts = [self._draft(job) for job in jobs]
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), sum(len(made.rest) for made in joined)
         logits = self._passes.step(jobs, [draft for draft, _ in drafts], joined)
-        self.counts["steps_total"] += 1
+        self.counts.update(steps_total=1, prompt_tokens_computed_total=computed)
         if self._drafting is not None and not joined:
             rows = sum(1 + len(draft.tokens) for draft, _ in drafts)
             self._drafting.cost.note(rows, time.perf_counter() - began)

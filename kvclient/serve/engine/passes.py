@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvclient.errors import InvalidArgument
@@ -80,6 +81,14 @@ class Passes:
         for opened, rest in zip(joined, rests, strict=True):
             opened.computed(own_s * len(rest) / tokens)
         return logits
+
+    def generated(self, ids: torch.Tensor) -> Any:
+        """What generate() gives for a prompt [1, tokens]: its cache, and the logits behind it."""
+        config = GenerationConfig(
+            do_sample=False, num_beams=1, max_new_tokens=1, pad_token_id=0, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True, use_cache=True,
+        )  # fmt: skip
+        return self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
 
     def prompt_logprobs(self, job: Job, ids: torch.Tensor) -> tuple[Chosen | None, ...]:
         """Of each token of the prompt, ids [1, tokens]: a pass of its own, as scoring wants all logits; of

@@ -4,6 +4,8 @@ Method: random arrivals, lengths, cancels and times (Hypothesis) against the inv
 and a few cases by hand.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +53,31 @@ def test_alone_a_prompt_is_computed_whole(scheduler):
     assert scheduler.next() == Prefill(entry, 1000)
     scheduler.submit("other", 1000, 10)
     assert scheduler.next() == Prefill(entry, 100)
+
+
+def test_alone_a_prompt_with_a_cache_of_its_own_is_computed_in_pieces_of_one_length(clock):
+    """Where it was one piece, who came waited for all of it."""
+    scheduler = Scheduler(LIMITS, clock, lambda entry: Look(entry.filled))
+    entry = scheduler.submit("alone", 350, 10)
+    for upto in (88, 176, 263):
+        assert scheduler.next() == Prefill(entry, upto, True)
+        scheduler.filled(entry, upto)
+    assert scheduler.next() == Decode([], (Prefill(entry, 350),))
+    dear = Scheduler(replace(LIMITS, alone_whole=True), clock, lambda entry: Look(entry.filled))
+    assert dear.next() is None
+    entry = dear.submit("alone", 350, 10)
+    assert dear.next() == Prefill(entry, 350), "each piece reads all layers"
+
+
+def test_what_another_computes_waits_while_there_is_something_else(clock):
+    scheduler = Scheduler(LIMITS, clock, lambda entry: Look(entry.filled, held=entry.job == "held"))
+    held, long = scheduler.submit("held", 50, 10), scheduler.submit("long", 1000, 10)
+    while long.left:
+        work = scheduler.next()
+        piece = work.pieces[0] if isinstance(work, Decode) else work
+        assert piece.entry is long
+        scheduler.filled(long, piece.upto)
+    assert not held.filled
 
 
 def test_short_rests_go_with_the_step_and_what_they_share_is_computed_once(clock):
