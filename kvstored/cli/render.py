@@ -65,15 +65,16 @@ def peers_text(found: dict[str, Any]) -> str:
             str(peer["fetched"]),
             str(peer["queued"]),
             str(peer["in_flight"]),
+            approximate_size(peer["bytes_in_flight"]),
             str(sum(peer[name] for name in ("failed", "corrupt", "malformed", "stalled", "gone", "refused"))),
         )
         for peer in found["peers"]
     ]
     named = ("namespace", "peer", "address", "state")
-    header = (*named, "round trip", "rate", "fetched", "waiting", "in flight", "errors")
+    header = (*named, "round trip", "rate", "fetched", "waiting", "in flight", "of", "errors")
     lines = [head]
     if rows:
-        lines.append(table(header, rows, frozenset((4, 5, 6, 7, 8, 9))))
+        lines.append(table(header, rows, frozenset((4, 5, 6, 7, 8, 9, 10))))
     return "\n".join([*lines, *_pool_lines(found.get("cluster"))])
 
 

@@ -170,6 +170,12 @@ PEER_METRICS: dict[str, About] = {
     "bytes_per_s": About("kvstored_peer_bytes_per_second", "gauge", "Speed of the last fetches from it."),
     "queued": About("kvstored_peer_fetches_waiting", "gauge", "Blocks that wait to be asked of it."),
     "in_flight": About("kvstored_peer_fetches_in_flight", "gauge", "Blocks asked of it."),
+    "bytes_in_flight": About(
+        "kvstored_peer_in_flight_bytes", "gauge", "Memory of blocks that are coming from it."
+    ),
+    "deferred": About(
+        "kvstored_peer_deferred_total", "counter", "Blocks asked for again: too much was on its way."
+    ),
     "fetched": About("kvstored_peer_fetches_total", "counter", "Blocks fetched from it."),
     "fetch_bytes": About("kvstored_peer_fetch_bytes_total", "counter", "Bytes of them."),
     "missing": About("kvstored_peer_misses_total", "counter", "Blocks that it did not have."),

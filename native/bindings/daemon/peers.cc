@@ -38,7 +38,7 @@ nb::list peer_stats(kv::peer::Tier& tier) {
     about["node"] = peer.node, about["address"] = peer.address, about["state"] = peer.state, about["why"] = peer.why;
 #define X(name) about[#name] = peer.name;
     // clang-format off
-    X(queued) X(in_flight) X(rtt_us) X(bytes_per_s) X(connects) X(streams) X(held) X(complete) X(lent)
+    X(queued) X(in_flight) X(bytes_in_flight) X(rtt_us) X(bytes_per_s) X(connects) X(streams) X(held) X(complete) X(lent)
     KV_PEER_COUNTERS(X)
     // clang-format on
 #undef X

@@ -247,6 +247,17 @@ bool SecondPace::too_slow(uint64_t bytes, uint64_t now_ns) {
 
 // ---------------------------------------------------------------- what broke, until the rest comes otherwise
 
+bool Landing::count(InFlight& by) {
+  const uint64_t bytes = layout->extent_bytes(tokens);
+  if (!by.take(bytes)) return false;
+  counted_by = &by, counted = bytes;
+  return true;
+}
+
+void Landing::uncount() {
+  if (InFlight* by = std::exchange(counted_by, nullptr)) by->give(counted);
+}
+
 bool Parked::put(Landing&& landing) {
   std::lock_guard lock(mutex_);
   if (landings_.size() >= kMostParked) return false;

@@ -214,6 +214,11 @@ void BlockReceiver::take_head(const Frame& frame, Item& landing) {
 
 // Their memory, in as few calls as there are kinds of blocks among them.
 void BlockReceiver::create_headed() {
+  std::erase_if(headed_, [&](Item* landing) {
+    const bool later = in_flight_ && !landing->count(*in_flight_);
+    if (later) landing->unwanted = Outcome::Later;  // its bytes pass by
+    return later;
+  });
   for (size_t first = 0, last; first < headed_.size(); first = last) {
     const Item& begun = *headed_[first];
     std::vector<CreateItem> items;
@@ -230,11 +235,12 @@ void BlockReceiver::create_headed() {
         Item& landing = *headed_[first + i];
         landing.created = granted[i].status == Grant::Granted;
         if (granted[i].status == Grant::NoSpace) landing.unwanted = Outcome::NoSpace;
+        if (!landing.created) landing.uncount();
         landing.handle = granted[i].handle, landing.extent = granted[i].extent;
       }
     } catch (const Error&) {
       // Fenced, or draining: its bytes pass by.
-      for (size_t i = first; i < last; ++i) headed_[i]->unwanted = Outcome::NoSpace;
+      for (size_t i = first; i < last; ++i) headed_[i]->unwanted = Outcome::NoSpace, headed_[i]->uncount();
     }
   }
   headed_.clear();
@@ -342,7 +348,7 @@ void BlockReceiver::seal_whole() {
   for (size_t i = 0; i < whole_.size(); ++i) {
     Item& landing = *whole_[i];
     if (sealed[i] == Done::Ok)
-      landing.outcome = Outcome::Fetched;
+      landing.outcome = Outcome::Fetched, landing.uncount();
     else
       give_up(landing, otherwise);
     landing.sums.clear();
@@ -362,7 +368,7 @@ void BlockReceiver::leave(Item& landing, Outcome outcome) {
   if (to_mark_ == &landing) mark();
   const bool begun = parked_ && landing.created && landing.layers && !window_.truncated();
   if (!begun || !parked_->put(Landing(landing))) return give_up(landing, outcome);
-  landing.outcome = outcome;
+  landing.outcome = outcome, landing.counted_by = nullptr;  // it is counted where it waits
 }
 
 void BlockReceiver::give_up(Item& landing, Outcome outcome) {
@@ -374,6 +380,7 @@ void BlockReceiver::give_up(Item& landing, Outcome outcome) {
   } catch (const Error&) {
     // Fenced: nobody reads it.
   }
+  landing.uncount();
 }
 
 }  // namespace kv::peer

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/peer/channel.h"
+#include "core/placement/in_flight.h"
 #include "core/store/pool_window.h"
 #include "core/store/quarantine.h"
 
@@ -32,6 +33,10 @@ struct Landing {
   std::vector<uint32_t> sums{};
   uint64_t loan = 0;                // of its memory, to who writes there itself
   std::vector<uint32_t> offered{};  // what that one says: the sum of the meta area, then of each layer
+  InFlight* counted_by = nullptr;   // where its memory is counted, as long as it is on its way
+  uint64_t counted = 0;
+  bool count(InFlight& by);  // its layout is known. False: too much is on its way already
+  void uncount();
 };
 
 // Blocks whose connection broke under them, until another peer, or another connection, brings the rest: who follows one here
@@ -101,15 +106,23 @@ using Offer = std::function<void(const std::shared_ptr<SecondHalf>&)>;  // to a 
 // Of an Over. Throws Broken.
 void take_over(Channel& channel, const Frame& head, Quarantine& loans);
 
-enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Failed, Busy, Unwanted };
+enum class Outcome { Open, Fetched, Missing, Lost, NoSpace, Needless, Failed, Busy, Unwanted, Later };
 
 class BlockReceiver {
  public:
   // `parked`: where a block is left that did not come whole; null: it is given up. `loans`: if the other end may write into the
-  // pool itself; it is the process of that epoch.
+  // pool itself; it is the process of that epoch. `in_flight`: bounds the memory that blocks take on their way; one that would be
+  // beyond passes by, and ends as Later.
   BlockReceiver(Store& store, const Window& window, Channel& channel, uint32_t owner, Parked* parked = nullptr,
-                Quarantine* loans = nullptr, uint64_t epoch = 0)
-      : store_(store), window_(window), channel_(channel), owner_(owner), parked_(parked), loans_(loans), epoch_(epoch) {}
+                Quarantine* loans = nullptr, uint64_t epoch = 0, InFlight* in_flight = nullptr)
+      : store_(store),
+        window_(window),
+        channel_(channel),
+        owner_(owner),
+        parked_(parked),
+        loans_(loans),
+        epoch_(epoch),
+        in_flight_(in_flight) {}
 
   struct Received {
     uint64_t bytes = 0, halves = 0;    // the latter that another connection brought
@@ -177,6 +190,7 @@ class BlockReceiver {
   Parked* const parked_;
   Quarantine* const loans_;
   const uint64_t epoch_;
+  InFlight* const in_flight_;
   std::vector<std::string> instead_;
   std::vector<std::shared_ptr<const KnownLayout>> told_;  // layouts told on this connection, the latest last, without their ids
   uint32_t unheaded_ = 0;                                 // layouts that were told since the last head

@@ -34,7 +34,8 @@ Tier::Tier(Store& store, std::string node, const Secret& salt, const std::vector
       tls_(std::move(tls)),
       takes_(takes),
       window_(store, true),
-      loans_(store) {
+      loans_(store),
+      memory_(store.options().capacity_bytes / 4 * 3) {
   if (peers.size() > kMaxPeers)
     throw Error(Code::InvalidArgument, std::to_string(peers.size()) + " peers, the limit is " + std::to_string(kMaxPeers));
   peers_.reserve(kMaxPeers);  // their threads read it while others join
@@ -44,7 +45,7 @@ Tier::Tier(Store& store, std::string node, const Secret& salt, const std::vector
 void Tier::add_peer(const Address& at) {
   usable_ |= Directory::Mask{1} << peers_.size();
   numbers_[at.node] = peers_.size();
-  peers_.push_back(std::make_unique<Peer>(at));
+  peers_.push_back(std::make_unique<Peer>(at, memory_));
   peers_.back()->streams.resize(kMostStreams);
 }
 
@@ -279,6 +280,7 @@ void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<st
   Peer& peer = *peers_[p];
   Flight& flight = flights_.at(key);
   peer.in_flight -= 1;
+  wake_held_up();
   switch (outcome) {
     case Outcome::Fetched: peer.fetched += 1; break;
     case Outcome::Missing: peer.missing += 1; break;
@@ -296,6 +298,7 @@ void Tier::ended(size_t p, const Key& key, Outcome outcome, const std::vector<st
         if (const auto other = numbers_.find(node); other != numbers_.end())
           flight.route.referred |= Directory::Mask{1} << other->second;
       break;
+    case Outcome::Later: peer.deferred += 1, flight.route.busy = true; break;
     default: peer.failed += 1, peer.may_return = true; break;  // went_wrong() knows more
   }
   const bool here = outcome == Outcome::Fetched || outcome == Outcome::Needless;
@@ -355,17 +358,19 @@ void Tier::abandon(Lock& lock) {
   const std::vector<Key> keys = std::exchange(abandoned_, {});
   lock.unlock();
   for (const Key& key : keys) {
-    const std::optional<Landing> landing = parked_.take(key);
+    std::optional<Landing> landing = parked_.take(key);
     if (!landing) continue;  // somebody wanted it again meanwhile
     try {
       store_.abort(owner_, landing->handle);
     } catch (const Error&) {
       // Fenced: nobody reads it.
     }
+    landing->uncount();
   }
   store_.settle();
   store_.load_ended();
   lock.lock();
+  wake_held_up();
 }
 
 bool Tier::goes_on(const Key& key, Flight& flight) {

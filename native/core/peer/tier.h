@@ -24,6 +24,7 @@
 #include "core/peer/handshake.h"
 #include "core/peer/receive_blocks.h"
 #include "core/placement/directory.h"
+#include "core/placement/in_flight.h"
 #include "core/placement/policy.h"
 #include "core/store/pool_window.h"
 #include "core/store/store.h"
@@ -37,6 +38,7 @@ namespace kv::peer {
   X(cancelled)              \
   X(halved)                 \
   X(taken_over)             \
+  X(deferred)               \
   X(placed) X(missing) X(lost) X(no_space) X(needless) X(failed) X(corrupt) X(malformed) X(stalled) X(gone) X(refused) X(busy)
 
 class Tier final : public Fetcher {
@@ -49,7 +51,7 @@ class Tier final : public Fetcher {
   };
   struct PeerStats {
     std::string node, address, state, why;  // state: "new", "up", "down"
-    uint64_t queued, in_flight, rtt_us, bytes_per_s, connects, streams, held, complete, lent;
+    uint64_t queued, in_flight, bytes_in_flight, rtt_us, bytes_per_s, connects, streams, held, complete, lent;
 #define X(name) uint64_t name;
     KV_PEER_COUNTERS(X)
 #undef X
@@ -88,9 +90,10 @@ class Tier final : public Fetcher {
     std::thread thread;
   };
   struct Peer {
-    explicit Peer(const Address& at) : at(at), places(at.places) {}
+    Peer(const Address& at, InFlight& all) : at(at), places(at.places), memory(all.most() / 3 * 2, &all) {}
     Address at;
     const bool places;      // as its first address said
+    InFlight memory;        // of what comes from it
     bool left = false;      // nobody is here: the next that joins may have the slot
     uint64_t identity = 0;  // changes with the address
     std::vector<Stream> streams;
@@ -143,6 +146,8 @@ class Tier final : public Fetcher {
   Offer offer_beside(Peer& peer, const Stream& stream);
   bool bring_half(Lock& lock, Peer& peer, Stream& stream, bool again);
   std::vector<Key> take_batch(Peer& peer);
+  uint64_t room_for(const Peer& peer) const;
+  void wake_held_up();
   void tell_speed();
   void become(size_t peer, State state);
   void went_wrong(size_t peer, Stream& stream, const Broken& error);
@@ -184,6 +189,7 @@ class Tier final : public Fetcher {
   Directory directory_;  // has locks of its own
   Parked parked_;        // and these two
   Quarantine loans_;
+  InFlight memory_;  // of blocks on their way from all peers
 
   // Guards what follows, and the peers' fields that are no atomics; never held over I/O or a call of the store.
   mutable std::mutex mutex_;
@@ -199,6 +205,7 @@ class Tier final : public Fetcher {
   std::vector<Key> abandoned_;  // parked blocks that nobody brings the rest of
   uint64_t arrivals_ = 0, turns_ = 0;
   Directory::Mask to_wake_ = 0;  // peers whose queues have got keys since a stream of theirs was woken
+  bool held_up_ = false;         // a stream waits until less is on its way
 };
 
 }  // namespace kv::peer

@@ -124,7 +124,7 @@ std::vector<Tier::PeerStats> Tier::stats() {
     PeerStats about{};
     about.node = peer.at.node, about.address = peer.at.host + ":" + std::to_string(peer.at.port);
     about.state = kStates[static_cast<int>(peer.state)], about.why = peer.why;
-    about.queued = peer.queue.size(), about.in_flight = peer.in_flight;
+    about.queued = peer.queue.size(), about.in_flight = peer.in_flight, about.bytes_in_flight = peer.memory.bytes();
     about.rtt_us = peer.rtt_us, about.bytes_per_s = peer.bytes_per_s, about.connects = peer.connects;
     about.streams = peer.started, about.held = directory_.held(p), about.complete = directory_.complete() >> p & 1;
     about.lent = peer.places ? loans_.lent() : 0;

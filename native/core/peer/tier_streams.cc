@@ -15,6 +15,8 @@ constexpr int kConnectMs = 1000;
 constexpr size_t kFairShare = 4;                 // streams that share what waits
 constexpr size_t kFewKeys = 16;                  // of one request in any case: a prompt's blocks are followed together
 constexpr uint64_t kSmallBlockBytes = 16 << 10;  // of such ones all that wait go in one request: a stream is not the limit
+constexpr uint64_t kHeldUpMs =
+    20;  // until who waits for less to be on its way looks again: how large blocks are is known by then
 
 }  // namespace
 
@@ -27,13 +29,37 @@ bool Tier::work_or_care(Lock& lock, Peer& peer, size_t s) {
     return false;
   }
   if (peer.state == State::New && first) return true;
-  if ((!peer.queue.empty() || !peer.halves.empty()) && peer.state == State::Up) return true;
-  const uint64_t wait_ms = peer.state == State::Down ? std::max(peer.retry_ms, monotonic_ms() + 1) - monotonic_ms() : kPingMs;
+  const bool held_up = peer.state == State::Up && !peer.queue.empty() && !room_for(peer);
+  if (((!peer.queue.empty() && !held_up) || !peer.halves.empty()) && peer.state == State::Up) return true;
+  held_up_ |= held_up;
+  const uint64_t wait_ms = peer.state == State::Down ? std::max(peer.retry_ms, monotonic_ms() + 1) - monotonic_ms()
+                           : held_up                 ? kHeldUpMs
+                                                     : kPingMs;
   const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
   peer.idle += 1;
   const bool timeout = peer.work.wait_until(lock, until) == std::cv_status::timeout;
   peer.idle -= 1;
-  return timeout && first && !stop_;
+  return timeout && first && !held_up && !stop_;
+}
+
+// Of blocks that may be asked of it now. How large they will be is known of those that are coming, or came last; else they are
+// taken for such as a whole request may be of.
+uint64_t Tier::room_for(const Peer& peer) const {
+  const auto each = [](const Peer& from) {
+    if (const uint64_t blocks = from.memory.blocks()) return from.memory.bytes() / blocks;
+    return from.block_bytes ? from.block_bytes.load() : from.memory.most() / kMaxKeysPerFetch;
+  };
+  const auto expected = [&](const Peer& from) { return std::max(from.memory.bytes(), from.in_flight * each(from)); };
+  uint64_t of_all = 0;
+  for (const auto& other : peers_) of_all += expected(*other);
+  return std::min(peer.memory.room_for(each(peer), expected(peer)), memory_.room_for(each(peer), of_all));
+}
+
+// Something has come, or will not.
+void Tier::wake_held_up() {
+  if (!std::exchange(held_up_, false)) return;
+  for (const auto& peer : peers_)
+    if (!peer->queue.empty()) peer->work.notify_one();
 }
 
 // What waits, or of much a fair part, so that the other streams have work too. Of blocks that have begun to come those of which
@@ -42,7 +68,7 @@ std::vector<Key> Tier::take_batch(Peer& peer) {
   const bool small = peer.block_bytes && peer.block_bytes <= kSmallBlockBytes;
   const size_t fair = small ? peer.queue.size()
                             : std::max((peer.queue.size() + kFairShare - 1) / kFairShare, std::min(kFewKeys, peer.queue.size()));
-  const size_t most = std::min<size_t>(fair, kMaxKeysPerFetch);
+  const size_t most = std::min<uint64_t>({fair, kMaxKeysPerFetch, room_for(peer)});
   std::vector<Key> keys;
   keys.reserve(most);
   const bool begun = !parked_.empty();
@@ -70,7 +96,8 @@ void Tier::open(Lock& lock, size_t p, Stream& stream) {
   Peer& peer = *peers_[p];
   connect(lock, peer, stream);
   Quarantine* loans = peer.places ? &loans_ : nullptr;
-  stream.receiver = std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_, &parked_, loans, stream.epoch);
+  stream.receiver =
+      std::make_unique<BlockReceiver>(store_, window_, *stream.channel, owner_, &parked_, loans, stream.epoch, &peer.memory);
   peer.failures = 0, peer.may_return = false;
   become(p, State::Up);
   peer.work.notify_all();
