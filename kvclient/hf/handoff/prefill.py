@@ -59,15 +59,15 @@ def hand_off(
     state = sampler_state(model, how)
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": how is not None}
 
-    def compute() -> First | None:  # one more token than is kept: generate() wants to make one
+    def compute() -> tuple[First | None, bytes]:  # one more token than is kept: generate() wants to make one
         attachment._local.settings = settings
         alone = {} if how is not None else {"do_sample": False}
         with attachment.keeping(tails=True):
             out = model.generate(**{**inputs, **options, **alone})
-        return chosen(out, how, rows, state)
+        return chosen(out, how, rows, state), attachment.last_here.inside_keys
 
-    def hold(over: threading.Event) -> None:
-        handles = [client.get(chain) for chain in chains]
+    def hold(over: threading.Event, inside: bytes) -> None:
+        handles = [client.get(keys) for keys in (*chains, inside)]
         try:
             outlast(client, mark, lease_s, over)
         finally:

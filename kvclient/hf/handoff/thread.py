@@ -18,10 +18,12 @@ class Prefill:
     """A thread that computes prompts, publishes their blocks, and holds them."""
 
     def __init__(
-        self, compute: Callable[[], First | None], hold: Callable[[threading.Event], None]
-    ) -> None:
+        self, compute: Callable[[], tuple[First | None, bytes]],
+        hold: Callable[[threading.Event, bytes], None],
+    ) -> None:  # fmt: skip
         self._compute, self._hold = compute, hold
         self.first: First | None = None  # the first token, once it was chosen
+        self.inside = b""  # keys of blocks of other prompts that were used in these, once they are computed
         self._error: BaseException | None = None
         self._ended, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvclient-handoff", daemon=True)
@@ -29,14 +31,14 @@ class Prefill:
 
     def _run(self) -> None:
         try:
-            self.first = self._compute()
+            self.first, self.inside = self._compute()
         except BaseException as error:
             self._error = error
             return
         finally:
             self._ended.set()
         with contextlib.suppress(KVClientError):  # the store is gone, and with it what was held
-            self._hold(self._over)
+            self._hold(self._over, self.inside)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Whether it ended within so many seconds. Raises what the prefill raised."""

@@ -43,6 +43,13 @@ class Inside:
         """Tokens that lie in blocks that were loaded for it."""
         return self._plans[0].from_disk if self._plans else 0
 
+    @property
+    def keys(self) -> bytes:
+        """Of the blocks that the segments are of, in every kind of layers, 32 bytes each."""
+        parts = self.windows.parts if self.windows is not None else ()
+        segments = [*self.segments, *(segment for part in parts for segment in part.segments)]
+        return b"".join(dict.fromkeys(piece.key for segment in segments for piece in segment.pieces))
+
     def take_rounded(
         self, client: Any, served: ServedModel, non_prefix: NonPrefixReuse, chunker: Chunker,
         prefix: PrefixMatch, exact: int, others: list[Segment], worth: bool,

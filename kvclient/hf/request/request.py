@@ -358,6 +358,7 @@ class Request:
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
             report.estimated_kl = self._blend.estimated_kl
             report.approximate_from_disk = self._inside.from_disk if self._inside is not None else 0
+            report.inside_keys = self._inside.keys if self._inside is not None else b""
         elif (computed := report.prompt_tokens - report.reused_tokens) >= MIN_TOKENS and report.prefill_s > 0:
             self._pace.note(computed, report.prefill_s)
         report.rows = self._prompt.reports(self._prefix, self._blend, self._found)

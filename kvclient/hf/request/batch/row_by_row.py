@@ -32,7 +32,7 @@ from kvclient.hf.request.request import Request
 ADDED = (
     "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens", "followed_tokens",
     "lookup_s", "load_s", "wait_s", "prefill_s", "followed_lost", "full_tokens", "disk_refused",
-    "store_failed_s",
+    "store_failed_s", "inside_keys",
 )  # fmt: skip
 PUBLISHED = (
     "published_blocks", "no_space", "unavailable", "lost_blocks", "published_full_blocks",
