@@ -32,7 +32,9 @@ void want_all(FetchingHost& hosts, uint64_t first, uint64_t count) {
       if (!hosts.tier->known(key(first + i))) return false;
     return true;
   }));
-  for (uint64_t i = 0; i < count; ++i) CHECK(hosts.want(first + i) == Presence::Pending);
+  std::vector<Key> keys;
+  for (uint64_t i = 0; i < count; ++i) keys.push_back(key(first + i));
+  for (const Presence there : hosts.here.store->promote(keys, kDefaultPriority)) CHECK(there == Presence::Pending);
 }
 
 void come_all(FetchingHost& hosts, uint64_t fetched) {
