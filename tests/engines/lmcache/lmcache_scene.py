@@ -168,6 +168,17 @@ def locks():
     assert client.stats()["pins"] == 0
 
 
+def behind_others():
+    """A look-up's time runs while the threads that ask other hosts are busy with others."""
+    l2, go_on, waited = adapter(fetch_wait_s=0.1), threading.Event(), []
+    for _ in range(4):
+        l2._fetches.submit(go_on.wait)
+    threading.Timer(0.2, go_on.set).start()
+    with patch.object(l2._objects, "pin", lambda names, wait_s=0.0: waited.append(wait_s)):
+        assert look_up(l2, [key(0)]) == [False]
+    assert set(waited) == {0.0}, waited
+
+
 def harm():
     """A corrupt object is a miss; a daemon that is away answers every task, and is taken up again."""
     l2 = adapter(timeout_s=0.5, wait_s=0.2)

@@ -72,7 +72,9 @@ def test_lmcaches_own_check_of_remote_backends_passes(daemon, tmp_path):
     assert kvstored.connect().stats()["blocks"] >= 20  # it was this store
 
 
-@pytest.mark.parametrize("scene", ["shared", "identity", "locks", "harm", "given_up", "chunks", "start"])
+@pytest.mark.parametrize(
+    "scene", ["shared", "identity", "locks", "harm", "given_up", "chunks", "start", "behind_others"]
+)
 def test_scene(daemon, scene):
     kvstored = daemon(memory="64MiB" if scene == "locks" else "256MiB")
     words = ["tests.engines.lmcache.lmcache_scene", scene, str(kvstored.dir)]
