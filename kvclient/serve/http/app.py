@@ -275,9 +275,7 @@ async def _answer(
     asking.check_answers(asks)
     run = Run(asking, asks, salt)
     if stream and chunks is not None:
-        events = as_events(chunks(run), run, request.url.path)
-        headers = {"Cache-Control": "no-cache"}
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        return Streamed(run, as_events(chunks(run), run, request.url.path))
     await run.whole(request.is_disconnected)
     reuse = run.reuse()
     headers = {
@@ -286,6 +284,22 @@ async def _answer(
         "X-KV-TTFT": str(reuse.get("ttft_s") or ""),
     }
     return JSONResponse(whole(run), headers=headers)
+
+
+class Streamed(StreamingResponse):
+    """An answer whose run is closed with it: where a client leaves while a piece waits to be sent, what makes
+    the pieces is closed when Python happens to collect it, and all of it would be computed for nobody.
+    """
+
+    def __init__(self, run: Run, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._run = run
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._run.close()
 
 
 def _errors(app: FastAPI) -> None:
