@@ -213,7 +213,9 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
         self._own_worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self._own_worker.finish()
+        """vLLM's runner calls it in a `finally`, so also behind a pass that raised, and goes down only then:
+        what was to be saved was not computed."""
+        self._own_worker.finish(computed=sys.exception() is None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._own_worker.take_failed()

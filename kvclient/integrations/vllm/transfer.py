@@ -285,8 +285,10 @@ class Worker:
                 for i, number in zip(moved.indices, moved.numbers, strict=True):
                     moved.blocks[i].copy_layer(layer, _as_bytes(rows.tensor[number]))
 
-    def finish(self) -> None:
-        """Loads and saves what no layer asked for, seals, and gives everything back."""
+    def finish(self, computed: bool = True) -> None:
+        """Loads and saves what no layer asked for, seals, and gives everything back. Of a step that was not
+        computed nothing is sealed."""
+        self._spoilt = self._spoilt or not computed
         for name in self._names if self._loading or self._saving else ():
             self.load_layer(name)
             self.save_layer(name)

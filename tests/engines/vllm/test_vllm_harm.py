@@ -129,6 +129,19 @@ def test_two_engines_that_start_one_prompt_at_once_compute_it_once(
     assert daemon_blocks(options) == FULL_BLOCKS // 32
 
 
+def test_a_pass_that_raises_leaves_nothing_in_the_store(daemon, vllm, tiny_model, plain, wait_until):
+    """vLLM tells the connector to save behind it all the same, and goes down only then."""
+    options = {"model": tiny_model(0), "store": {"dir": str(daemon().dir)}}
+    first, second = vllm(options, options, env=ARMED)
+    first.ask(do="fault", fault="raise")
+    first.send({"do": "generate", "prompts": [PROMPT]})
+    wait_until(lambda: first.process.poll() is not None, "the first is down", timeout_s=300)
+    assert "the pass fails" in first.log()
+    (computed,) = second.generate(PROMPT)
+    assert computed["cached"] == 0, "KV that nobody computed"
+    same(computed, plain.generate(PROMPT)[0])
+
+
 @pytest.mark.parametrize("way", ["store", "spec"])
 def test_what_vllm_was_told_to_forget_is_not_found_again(daemon, vllm, tiny_model, way):
     """reset_prefix_cache with reset_connector, which vLLM's own weight updates end with."""

@@ -5,10 +5,10 @@ Each answer is one line that begins with ANSWER. `fault` puts a connector betwee
 something: "zero" zeroes what was loaded, "zero-last" of the last layer, "drop" deletes the blocks between
 look-up and load; a command {"do": "fault", …} arms others: "kill-load" and "kill-store" kill the process
 `pid` at the third layer of the next load or store, "pause" writes a file `paused` where the third layer of
-what is to be stored is computed, and waits for a file `go`, "note" writes `file` when a request is told to
-ask again. With "armed" in KVSTORED_TEST_FAULT none is at the start. "drop-rank" deletes them of the first
-rank only, while the file KVSTORED_TEST_WHEN is there; "drop-abort" has vLLM give the request up in the step
-whose load fails, "drop-once" does not.
+what is to be stored is computed, and waits for a file `go`, "raise" fails there, "note" writes `file` when
+a request is told to ask again. With "armed" in KVSTORED_TEST_FAULT none is at the start. "drop-rank"
+deletes them of the first rank only, while the file KVSTORED_TEST_WHEN is there; "drop-abort" has vLLM give
+the request up in the step whose load fails, "drop-once" does not.
 """
 
 import json
@@ -98,9 +98,11 @@ class FaultyConnector(KvstoredConnector):
         ARMED.clear()
 
     def has_connector_metadata(self):
-        if ARMED.get("fault") == "pause" and self._connector_metadata.saves:
+        if ARMED.get("fault") in ("pause", "raise") and self._connector_metadata.saves:
             ARMED["layers"] = ARMED.get("layers", 0) + 1
             if ARMED["layers"] > AT_LAYER:
+                if ARMED["fault"] == "raise":
+                    raise RuntimeError("the pass fails")
                 pause()
                 ARMED.clear()
         return super().has_connector_metadata()
