@@ -33,8 +33,8 @@ def batch(rows: tuple[tuple[int, ...], ...], pad: int, device: Any) -> dict[str,
 def resume(attachment: Any, model: torch.nn.Module, handoff: Handoff, options: dict[str, Any]) -> Any:
     """generate() of the handed prompts, which takes what has been computed of them, the first token too if
     the handoff has it and it was chosen by the same options. Raises InvalidArgument where the model, its
-    dtype, the codec or the way it is cut is another than where it was handed off, or the keys are not those
-    of its tokens."""
+    dtype, the codec or the way it is cut is another than where it was handed off, or blocks of its tokens are
+    not among the keys."""
     if handoff.identity != attachment.identity:
         raise InvalidArgument(
             f"the handoff is of identity {handoff.identity.hex()[:16]}…, this model's is "

@@ -45,4 +45,4 @@ class RequestState:
     until: float = 0.0  # its lease on them
     missed: set[OffloadKey] = field(default_factory=set)  # found, and not to be had
     waited_until: float | None = None
-    verified_until: float | None = None
+    verified_until: float | None = None  # it waits for blocks to be compared; anew behind a load or a lease

@@ -167,6 +167,8 @@ class KvstoredManager(Lookups):
         now = time.monotonic()
         with self._lock:
             late = {name for name, request in self._requests.items() if request.keys and request.until <= now}
+            for name in late:
+                self._requests[name].verified_until = None
             for key in set().union(*(self._requests[name].keys for name in late)):
                 held = self._held[key]
                 if not held.loads and held.requests <= late:
@@ -207,6 +209,7 @@ class KvstoredManager(Lookups):
                 held.requests.discard(req_context.req_id)
                 if request := self._requests.get(req_context.req_id):
                     request.keys.discard(key)
+                    request.verified_until = None  # it has not to wait; if it is preempted it asks anew
                 if not held.loads and not held.requests:
                     self._release(key)
 

@@ -5,7 +5,10 @@ well: run with the engines' Python.
 """
 
 import random
+import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -13,6 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 
 from kvclient.integrations.pages import MISSING
+from kvclient.integrations.vllm.offload import lookups, scheduling
 from tests.engines.vllm.offloading.vllm_spec_parts import (
     CONFIG,
     ROW,
@@ -130,6 +134,39 @@ def what_one_request_wants_is_not_sought_elsewhere_for_another():
     offloading.shutdown()
 
 
+def who_asks_anew_waits_anew():
+    """It waited for room until its lease had ended, or was preempted, long after it asked first."""
+    naming = names(model_version="anew")
+    assert all(pages.put(naming.whole(KEYS[:3]), layout, ROWS[:3]))
+    offloading, context, ahead = manager(naming), named("r", KEYS[:3]), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+
+    def asked():
+        go_on = threading.Event()
+        offloading._pool.submit(go_on.wait)  # others' blocks are compared
+        found = []
+        for _ in range(2):
+            found += walked(offloading, KEYS[:3], context)
+            step(offloading)
+        go_on.set()
+        assert found == [RETRY] * 6, found
+        settled(offloading)
+        assert walked(offloading, KEYS[:3], context) == [HIT] * 3
+
+    with patch.object(lookups, "time", clock), patch.object(scheduling, "time", clock):
+        asked()
+        ahead[0] = 100.0
+        step(offloading)
+        assert not offloading._held, "its lease has ended"
+        asked()
+        offloading.prepare_load(KEYS[:3], context)
+        offloading.complete_load(KEYS[:3], context)
+        ahead[0] = 120.0  # it runs, and is preempted
+        asked()
+    offloading.on_request_finished(context)
+    offloading.shutdown()
+
+
 def parts_of_a_chunk_do_not_hide_each_other():
     """Behind the whole chunks vLLM asks for parts of the next one, the longest first, as far as a hit."""
     config = replace(CONFIG, cache=OffloadingCacheConfig(tokens_per_hash=4, blocks_per_chunk=1))
@@ -231,5 +268,6 @@ one_question_for_all_and_nothing_is_promised_that_goes_in_between()
 what_vllm_does_not_ask_for_is_not_pinned()
 what_one_request_wants_is_not_sought_elsewhere_for_another()
 parts_of_a_chunk_do_not_hide_each_other()
+who_asks_anew_waits_anew()
 it_answers_as_one_question_a_block_would()
 print("PASSED", flush=True)
