@@ -105,7 +105,8 @@ class StreamingCausalLM:
 
             staying = _staying(arranged, chosen, tables)
             ahead = functools.partial(lies, dtype=model.dtype, copied=arranged.in_place)
-            with Loading(loading, stay, moved, staying, ahead, scheduler) as came:
+            late = _late(chosen, staying, tables)
+            with Loading(loading, stay, moved, staying, ahead, scheduler, late) as came:
                 if all(getattr(torch, source.dtype) == model.dtype for source in stay.values()):
                     came.begin()
                 rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
@@ -201,6 +202,23 @@ def _staying(arranged: Arrangement, chosen: Plan, tables: dict[str, Table]) -> d
         key: part for key, part in found.items() if "embedding" in rest and key[1] == rest["embedding"].name
     }
     return first | layers | found
+
+
+def _late(chosen: Plan, staying: dict[tuple[int, str], Part], tables: dict[str, Table]) -> set[int]:
+    """Whole layers that stay, and a head that is no embedding, by number: the last ones, which have no more
+    bytes together than a pass reads, for so many are read twice. staying, tables: as above.
+    """
+    first = tables["embedding"].name if tables else None
+    sizes = dict.fromkeys(sorted({number for number, _ in staying}, reverse=True), 0)
+    for (number, name), part in staying.items():
+        sizes[number] += part.length
+        if name == first or (number < len(chosen.streamed) and chosen.streamed[number]):
+            sizes[number] += chosen.moved + 1  # never
+    found: set[int] = set()
+    for number, size in sizes.items():
+        if sum(sizes[other] for other in found) + size <= chosen.moved:
+            found.add(number)
+    return found
 
 
 def _copied(layer: dict[str, Part], dtype: torch.dtype) -> int:

@@ -151,7 +151,7 @@ class Streams:
         if self.scheduler is None or self._host_threads is not None:
             return None
         return Slots(
-            self.scheduler, asked, self.plan.moved, self._before, self._after,
+            self.scheduler, asked, self._before, self._after,
             lambda number: bool(self._holds(number)), self._users, self._lock,
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """What stays of a model's weights, until it is there: layers or parts of them, and behind the layers the
 embedding and the head.
 
-What nobody has begun to read when the first pass begins comes through the slots in it, and is read once more
-behind it: memory that a virtual machine touches for the first time comes slower than the disk's bytes.
+What is late comes through the slots in the first pass, and is read into its place behind it: memory that a
+virtual machine touches for the first time comes slower than the disk's bytes.
 
 Owns the hooks that wait for what stays, and what is put off so. Never reads. Invariant: a weight that has not
 come is a tensor without memory, but for who computes its layer out of a slot.
@@ -30,14 +30,13 @@ from kvclient.hf.streaming.weights.vocabulary import in_pieces, numbered
 
 @dataclass(frozen=True)
 class Slots:
-    """How a layer is computed out of a slot. order: what a pass asks the scheduler for; most: bytes that may
-    be read twice. before, after: the hooks of a layer by its number. holds: whether the calling thread
-    computes a layer so, users: how many threads do; locked: nobody begins or ends to, within it.
+    """How a layer is computed out of a slot. order: what a pass asks the scheduler for. before, after: the
+    hooks of a layer by its number. holds: whether the calling thread computes a layer so, users: how many
+    threads do; locked: nobody begins or ends to, within it.
     """
 
     scheduler: Scheduler
     order: Sequence[int]
-    most: int
     before: Callable[[int], Callable[..., Any]]
     after: Callable[[int], Callable[..., Any]]
     holds: Callable[[int], bool]
@@ -169,7 +168,7 @@ class Staying:
     # ---------------------------------------------------------------- the first pass
 
     def begin(self) -> None:
-        """A pass begins. What nobody has begun to read is late from here on, where that can be."""
+        """A pass begins. What is read ahead for nobody until then comes through slots, where that can be."""
         if self._slots is not None and not self._began:
             self._begin(self._slots)
 
@@ -187,7 +186,7 @@ class Staying:
                 for number, each in pieces.items()
                 if max(sum(piece.length for piece in unit) for unit in each.values()) <= room
             ]
-            late = sorted(self._came.put_off(fit, slots.most))
+            late = sorted(self._came.put_off(fit))
             for number in late:
                 self.late[number] = [self.left[number][name] for name in self._names(number)]
                 self._come_through_slots(number, slots)

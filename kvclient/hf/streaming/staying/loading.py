@@ -74,10 +74,10 @@ class Loading:
 
     def __init__(
         self, told: Told | None, outside: dict[str, Source], mover: Mover, parts: dict[Key, Part],
-        ahead: Callable[[Part], bool], scheduler: Callable[[], Scheduler | None],
+        ahead: Callable[[Part], bool], scheduler: Callable[[], Scheduler | None], late: Collection[int] = (),
     ) -> None:  # fmt: skip
         """parts: those that stay, by layer and name; ahead: whether one stays as it is read; scheduler: makes
-        what reads the others.
+        what reads the others. late: layers that are read only once resume() is called, or one is asked for.
         """
         self._told, self._done, self._mover, self._parts = told, 0, mover, parts
         self._whole = sum(source.length for source in outside.values())
@@ -86,8 +86,9 @@ class Loading:
         self.scheduler: Scheduler | None = None  # from begin() on
         self._begun = False
         self._coming = {key: _Coming(part) for key, part in parts.items() if ahead(part)}
-        self._left = deque((key, i) for key in self._coming for i in range(len(parts[key].pieces)))
-        self._later: list[tuple[Key, int]] = []  # put off until resume()
+        units = [(key, i) for key in self._coming for i in range(len(parts[key].pieces))]
+        self._later = [unit for unit in units if unit[0][0] in late and told is None]  # until resume()
+        self._left = deque(unit for unit in units if unit not in self._later)
         self._lock = threading.Lock()  # of both
         self._threads: list[threading.Thread] = []
 
@@ -101,27 +102,22 @@ class Loading:
         self._start()
 
     def _start(self) -> None:
-        for i in range(min(READ_AHEAD, len(self._left))):
-            thread = threading.Thread(target=self._run, name=f"kvclient-loading-{i}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._lock:  # whoever closes joins those that were started
+            for i in range(min(READ_AHEAD, len(self._left))):
+                thread = threading.Thread(target=self._run, name=f"kvclient-loading-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
-    def put_off(self, numbers: Collection[int], most: int) -> set[int]:
-        """Which of these layers, of `most` bytes together and the last ones first, are not read before
-        resume() is called: none of which anything is there or under way.
+    def put_off(self, numbers: Collection[int]) -> set[int]:
+        """Which of these layers wait for resume(): those that were late, unless somebody has asked for one.
+        What was late and is not among them is read now.
         """
         with self._lock:
-            left = {number: [unit for unit in self._left if unit[0][0] == number] for number in numbers}
-            chosen: set[int] = set()
-            for number in sorted(numbers, reverse=True):
-                parts = [part for key, part in self._parts.items() if key[0] == number]
-                whole = sum(part.length for part in parts)
-                if len(left[number]) == sum(len(part.pieces) for part in parts) and whole <= most:
-                    chosen.add(number)
-                    most -= whole
-            self._later = [unit for unit in self._left if unit[0][0] in chosen]
-            self._left = deque(unit for unit in self._left if unit[0][0] not in chosen)
-            return chosen
+            found = {unit[0][0] for unit in self._later} & set(numbers)
+            self._left.extend(unit for unit in self._later if unit[0][0] not in found)
+            self._later = [unit for unit in self._later if unit[0][0] in found]
+        self._start()
+        return found
 
     def resume(self) -> None:
         """What was put off is read from here on."""
@@ -149,7 +145,9 @@ class Loading:
         while (unit := self._next()) is not None:
             if (coming := self._coming.get(unit[0])) is not None:
                 coming.failed(Closed("the model's streams were closed"))
-        for thread in self._threads:
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join()
 
     def _next(self) -> tuple[Key, int] | None:
@@ -188,6 +186,8 @@ class Loading:
         """The bytes of a layer's part, once. Raises StreamingFailed, and Closed."""
         key = number, name
         coming = self._coming.get(key)
+        if any(unit[0] == key for unit in self._later):
+            self.resume()
         try:
             found = self._fill(key) if coming is None else coming.whole.result()
         except Exception:

@@ -39,10 +39,11 @@ class Waits(DiskMover):
 
     def __init__(self, arranged, faults=""):
         super().__init__(*arranged.paths, faults=faults)
-        self.may, self.failing = threading.Event(), 0
+        self.may, self.reads, self.failing = threading.Event(), threading.Event(), 0
 
     def fill(self, layer, pieces, slot):
         if STAYS <= layer < LAYERS:
+            self.reads.set()
             assert self.may.wait(60), f"layer {layer} was waited for"
             if self.failing:
                 self.failing -= 1
@@ -220,7 +221,7 @@ def test_what_comes_in_a_call_under_inference_mode_is_as_if_it_had_come_before(c
 
 def test_what_failed_to_come_is_read_anew_by_the_next_call(checkpoint, want):
     model, mover = opened(checkpoint)
-    mover.failing = 4  # of two threads, twice each
+    mover.failing = 8  # twice as each of two is read ahead, and twice as it is asked for
     mover.may.set()
     seen = 0
     while True:
@@ -241,12 +242,20 @@ def loading():
 
 def test_a_model_that_is_closed_reads_no_more(checkpoint):
     model, mover = opened(checkpoint)
-    assert loading()
+
+    def asks():
+        with pytest.raises(Closed):
+            streams_of(model).settle()
+
+    asking = threading.Thread(target=asks)
+    asking.start()
+    assert mover.reads.wait(60) and loading()
     closing = threading.Thread(target=streams_of(model).close)
     closing.start()
     mover.may.set()
     closing.join(60)
-    assert not closing.is_alive() and not loading()
+    asking.join(60)
+    assert not closing.is_alive() and not asking.is_alive() and not loading()
     with pytest.raises(Closed):
         logits(model)
 
