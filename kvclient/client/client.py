@@ -233,8 +233,8 @@ class KVClient:
         """The namespace's figures, by name: used_bytes, capacity_bytes, faulted_bytes, blocks (sealed), pins,
         sessions, hits, misses, evictions and more, all integers. Of its disk tier, 0 without one: disk_files,
         disk_bytes, disk_quota_bytes, and disk_loaded and disk_written, blocks since the daemon began. And
-        `node`, a text: this host's name among its peers, "" without any."""
-        return json.loads(self._call(lambda native: native.stats()))
+        `node`, a text: this host's name among its peers, "" without any, or where the daemon is older."""
+        return {"node": "", **json.loads(self._call(lambda native: native.stats()))}
 
     def give_to_device(self, writes: bool = True) -> bool:
         """Before a device (a GPU's or a network card's transfers) is given memory of the pool to write to;

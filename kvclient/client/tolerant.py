@@ -140,11 +140,11 @@ class TolerantClient(KVClient):
 
     def stats(self) -> dict[str, Any]:
         """As ever, or 0 for each of the promised figures while there is no store."""
-        return self._tolerate(lambda native: json.loads(native.stats()), self._no_figures)
+        return self._tolerate(lambda native: {"node": "", **json.loads(native.stats())}, self._no_figures)
 
     @staticmethod
     def _no_figures() -> dict[str, Any]:
-        return dict.fromkeys(PROMISED_FIGURES, 0)
+        return {**dict.fromkeys(PROMISED_FIGURES, 0), "node": ""}
 
     def grpc_token(self) -> str:
         """Raises Unavailable without a store: no token would open anything."""

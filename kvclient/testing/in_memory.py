@@ -206,10 +206,10 @@ class InMemoryClient:
         """As KVClient's. The memory is this process's own and goes with it: there is nothing to wait for."""
         return True
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """The figures KVClient.stats() promises."""
         with self._locked():
-            return self.store.stats()
+            return {**self.store.stats(), "node": ""}
 
     def close(self) -> None:
         """Ends the session: aborts what is unsealed. Views stay readable. Idempotent."""

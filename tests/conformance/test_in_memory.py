@@ -18,3 +18,6 @@ class TestInMemory(StoreConformance):
 
     def connect(self, **options):
         return InMemoryClient(store=self.store, **options)
+
+    def test_it_has_no_host_among_peers(self):
+        assert self.client.stats()["node"] == ""

@@ -249,6 +249,7 @@ def test_without_a_store_everything_is_a_miss(daemon):
         writer.wait_pending(timeout_s=0)
     assert client.delete(KEYS) == 0 and client.touch(KEYS) == 0
     assert client.stats()["used_bytes"] == client.stats()["disk_written"] == client.stats()["evictions"] == 0
+    assert client.stats()["node"] == ""
     assert set(client.stats()) <= set(kvclient.InMemoryClient().stats())
     with pytest.raises(Unavailable):
         client.grpc_token()
