@@ -13,9 +13,9 @@ from bench.streaming.limited import run
 from bench.streaming.rows import ROWS
 
 GOOD = {
-    "loaded_s": 0.5, "first_s": 1.5, "first_cpu_s": 2.0, "tokens_per_s": 0.5, "bytes_held": 512 << 20,
-    "bytes_per_pass": 2 << 30, "bytes_per_s": 1e9, "filling_bytes_per_s": 2e9, "peak": 800 << 20,
-    "tokens_per_pass": 3.0,
+    "loaded_s": 0.5, "first_s": 1.5, "first_cpu_s": 2.0, "settled_s": 0.25, "tokens_per_s": 0.5,
+    "bytes_held": 512 << 20, "bytes_per_pass": 2 << 30, "bytes_per_s": 1e9, "filling_bytes_per_s": 2e9,
+    "peak": 800 << 20, "tokens_per_pass": 3.0,
 }  # fmt: skip
 GONE = {"absent": "ended with 137: killed", "peak": 1 << 30}
 
@@ -36,8 +36,9 @@ def test_tables_say_ratios_and_reasons():
     ours = {4: {**GOOD, "bare": {"first_s": 1.0}}, 8: {**GOOD, "bare": GONE}, 35: {**GONE, "bare": GONE}}
     rows = [{"limit_gib": 1.0, "first": ours, "weights": 2e9}]
     said = cells(table["first"](rows))
-    assert [row[4] for row in said] == ["2.00; 2.00", "2.00", ""]
-    assert said[0][3] == "1.00 s; 1.00 s" and said[1][3] == f"1.00 s; {GONE['absent']}"
+    assert [row[2] for row in said] == ["0.25 s", "0.25 s", ""]
+    assert [row[5] for row in said] == ["2.00; 2.00", "2.00", ""]
+    assert said[0][4] == "1.00 s; 1.00 s" and said[1][4] == f"1.00 s; {GONE['absent']}"
     rows = [{"limit_gib": 1.0, "plain": GOOD, "other": {"tokens_per_s": 0.05, "peak": None}}]
     rows.append({"limit_gib": 2.0, "plain": GOOD, "other": GONE})
     said = cells(table["accelerate"](rows))
