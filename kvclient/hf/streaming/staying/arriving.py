@@ -71,6 +71,8 @@ class Staying:
         called. Raises StreamingFailed; the next call then reads it anew.
         """
         if number not in self.left:
+            if number in self._handles:  # somebody computed it out of a slot as the last of it came
+                self._forget(number)
             return
         with self._keeping, torch.inference_mode(False):
             if number in self.late:
@@ -126,6 +128,8 @@ class Staying:
         is read into any.
         """
         self._slots = slots
+        if slots is None:
+            self._came.resume()
         for number, parts in self.left.items():
             layer = self._layers[number]
             for name, part in parts.items():
@@ -155,7 +159,9 @@ class Staying:
         if args:
             self.begin()
         with self._keeping:
-            if through := number in self.late and number not in self._seen:
+            # A backward would find another layer in the slot.
+            through = number in self.late and number not in self._seen and not torch.is_grad_enabled()
+            if through:
                 self._seen.add(number)
                 for name, part in self.left[number].items():
                     self._check(number, part, self._yet[number, name])
@@ -177,7 +183,8 @@ class Staying:
             if self._began:
                 return
             self._began = True
-            if torch.is_grad_enabled():  # a backward would find another layer in the slot
+            if torch.is_grad_enabled():
+                self._came.resume()
                 return
             pieces = {number: found for number in self.left if (found := self._pieces(number))}
             room = min(len(slot.memory) for slot in slots.scheduler.slots)
@@ -187,20 +194,22 @@ class Staying:
                 if max(sum(piece.length for piece in unit) for unit in each.values()) <= room
             ]
             late = sorted(self._came.put_off(fit))
-            for number in late:
-                self.late[number] = [self.left[number][name] for name in self._names(number)]
-                self._come_through_slots(number, slots)
             units = {unit: found for number in late for unit, found in pieces[number].items()}
             if units:
                 slots.scheduler.follow(sorted({*slots.order, *units}), units)
+            for number in late:
+                self.late[number] = [self.left[number][name] for name in self._names(number)]
+                self._come_through_slots(number, slots, number == late[-1])
 
-    def _come_through_slots(self, number: int, slots: Slots) -> None:
+    def _come_through_slots(self, number: int, slots: Slots, is_last: bool) -> None:
         layer = self._layers[number]
         if self.head is not None and number == self.head[0]:
             forwards.put(layer, in_pieces(layer, *self.head[1:], slots.scheduler, self._end))
-        else:
-            after = layer.register_forward_hook(slots.after(number), always_call=True)
-            self._handles[number].append(after)
+            return
+        after = layer.register_forward_hook(slots.after(number), always_call=True)
+        self._handles[number].append(after)
+        if is_last:
+            self._handles[number].append(layer.register_forward_hook(lambda *_: self._end()))
 
     def _names(self, number: int) -> list[str]:
         return [name for name in PARTS if name in self.left[number]] or list(self.left[number])

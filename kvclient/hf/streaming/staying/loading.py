@@ -91,6 +91,7 @@ class Loading:
         self._left = deque(unit for unit in units if unit not in self._later)
         self._lock = threading.Lock()  # of both
         self._threads: list[threading.Thread] = []
+        self._readers = 0  # of them that still read
 
     def begin(self) -> None:
         """Reads from here on; once, however often it is called."""
@@ -102,10 +103,18 @@ class Loading:
         self._start()
 
     def _start(self) -> None:
-        with self._lock:  # whoever closes joins those that were started
-            for i in range(min(READ_AHEAD, len(self._left))):
-                thread = threading.Thread(target=self._run, name=f"kvclient-loading-{i}", daemon=True)
-                thread.start()
+        """Those threads that what is left lacks. Raises RuntimeError where none reads and none can be had."""
+        with self._lock:
+            while self._readers < min(READ_AHEAD, len(self._left)):
+                name = f"kvclient-loading-{self._readers}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not self._readers:
+                        raise
+                    return
+                self._readers += 1
                 self._threads.append(thread)
 
     def put_off(self, numbers: Collection[int]) -> set[int]:
@@ -122,8 +131,6 @@ class Loading:
     def resume(self) -> None:
         """What was put off is read from here on."""
         with self._lock:
-            if not self._later:
-                return
             self._left.extend(self._later)
             self._later = []
         self._start()
@@ -142,17 +149,21 @@ class Loading:
         with self._lock:
             self._left.extend(self._later)
             self._later = []
-        while (unit := self._next()) is not None:
-            if (coming := self._coming.get(unit[0])) is not None:
+            left, threads = list(self._left), list(self._threads)
+            self._left.clear()
+        for key, _ in left:
+            if (coming := self._coming.get(key)) is not None:
                 coming.failed(Closed("the model's streams were closed"))
-        with self._lock:
-            threads = list(self._threads)
         for thread in threads:
             thread.join()
 
     def _next(self) -> tuple[Key, int] | None:
+        """Of a thread that reads, which ends where there is none."""
         with self._lock:
-            return self._left.popleft() if self._left else None
+            if self._left:
+                return self._left.popleft()
+            self._readers -= 1
+            return None
 
     def _run(self) -> None:
         while (unit := self._next()) is not None:
@@ -186,9 +197,11 @@ class Loading:
         """The bytes of a layer's part, once. Raises StreamingFailed, and Closed."""
         key = number, name
         coming = self._coming.get(key)
-        if any(unit[0] == key for unit in self._later):
-            self.resume()
         try:
+            if any(unit[0] == key for unit in self._later):
+                self.resume()
+            elif coming is not None and not coming.whole.done():
+                self._start()  # Ctrl-C may have come before
             found = self._fill(key) if coming is None else coming.whole.result()
         except Exception:
             self._coming.pop(key, None)  # the next one reads it anew

@@ -69,35 +69,32 @@ class StreamedEmbedding:
         whole = torch.frombuffer(self._memory, dtype=kind, count=count * width).view(count, width)
         self._weight = torch.nn.Parameter(whole, requires_grad=False)
         self._there: set[int] = set()
-        self._users, self._lock = 0, threading.Lock()
-        self._mine = threading.local()  # of the calling thread: how often it is among the users
+        self._users: dict[int, set[int]] = {}  # what threads that look rows up now need, by their number
+        self._lock = threading.Lock()
         self.bytes = 0  # read so far
         module._parameters["weight"] = empty(table)
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        while getattr(self._mine, "users", 0):  # torch calls no hook behind a call that Ctrl-C ended
-            self._after()
+        self._after()  # torch calls no hook behind a call that Ctrl-C ended
         wanted = self._blocks(input_of(args, kwargs).unique().tolist())
         with self._lock:
             if not self._users:
                 check(self._module, self._table)
-            if not self._users and len(self._there | wanted) * BLOCK_BYTES > ROWS_BYTES:
-                for block in self._there - wanted:
+            if len(self._there | wanted) * BLOCK_BYTES > ROWS_BYTES:
+                needed = wanted.union(*self._users.values())
+                for block in self._there - needed:
                     self._pages.madvise(mmap.MADV_DONTNEED, *self._place(block))
-                self._there &= wanted
+                self._there &= needed
             self._read(wanted)
-            self._users += 1
-            self._mine.users = getattr(self._mine, "users", 0) + 1
+            self._users[threading.get_ident()] = wanted
             self._module._parameters["weight"] = self._weight
 
     def _after(self, *_: Any) -> None:
-        if not getattr(self._mine, "users", 0):
-            return  # reading failed; another thread may look rows up meanwhile
-        self._mine.users -= 1
         with self._lock:
-            self._users -= 1
+            if self._users.pop(threading.get_ident(), None) is None:
+                return  # reading failed; another thread may look rows up meanwhile
             if not self._users:
                 self._module._parameters["weight"] = empty(self._table)
 

@@ -4,6 +4,7 @@ Method: rows of one block each, the limit at eight of them; the kernel says whic
 """
 
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -62,6 +63,37 @@ def test_more_at_one_time_take_what_was_said_and_are_given_back(embedding):
     module(torch.tensor([5]))
     assert there(rows) == BLOCK_BYTES
     assert rows.beyond(MOST) == 0 and rows.beyond(1000) == (ROWS - MOST) * BLOCK_BYTES
+
+
+def test_rows_make_room_though_somebody_always_looks_some_up(embedding):
+    """Each call begins while the one before, of another thread, has not ended: what neither needs goes."""
+    module, rows = embedding
+    inside = threading.local()
+    module.register_forward_pre_hook(lambda *_: inside.within())
+
+    def call(i, begun, may_end):
+        def within():
+            begun.set()
+            assert may_end.wait(60)
+
+        inside.within = within
+        asked = torch.arange(2 * i, 2 * i + 2)
+        right.append(torch.equal(module(asked)[:, 0], asked.float()))
+
+    right, before = [], None
+    for i in range(ROWS // 2):
+        begun, may_end = threading.Event(), threading.Event()
+        thread = threading.Thread(target=call, args=(i, begun, may_end))
+        thread.start()
+        assert begun.wait(60)
+        assert there(rows) <= MOST * BLOCK_BYTES
+        if before is not None:
+            before[1].set()
+            before[0].join(60)
+        before = thread, may_end
+    before[1].set()
+    before[0].join(60)
+    assert right == [True] * (ROWS // 2)
 
 
 def test_an_estimate_counts_them(tmp_path, checkpoint, monkeypatch):

@@ -147,6 +147,7 @@ def test_who_looks_at_them_in_the_middle_of_it_has_them_and_it_goes_on(opened, w
     assert torch.equal(logits(model), want) and settled
     assert is_there(model)
     assert torch.equal(logits(model), want)
+    assert not streams_of(model).staying._handles
     slots = streams_of(model).scheduler.slots
     assert not any(slot.users for slot in slots)
 
@@ -214,3 +215,83 @@ def test_under_autograd_nothing_is_late(opened, want):
     model, mover = opened()
     assert torch.equal(model(PROMPT).logits.detach(), want)
     assert mover.through_slots() <= STREAMED
+
+
+def test_where_the_head_is_the_embedding_the_last_layer_ends_the_first_pass(tmp_path):
+    """Nobody has to call again for what is late to come, and none of it is in a slot by then."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=128, intermediate_size=512, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.15, tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    read, again = [], threading.Semaphore(0)
+
+    class Lists(DiskMover):
+        def fill(self, layer, pieces, slot):
+            super().fill(layer, pieces, slot)
+            ahead = threading.current_thread().name.startswith("kvclient-loading")
+            read.append((ahead, layer))
+            if ahead and layer in LATE:
+                again.release()
+
+    model = StreamingCausalLM.from_pretrained(
+        tmp_path, PARTLY, mover=lambda files: Lists(*files.paths), dtype=torch.bfloat16
+    )
+    first = logits(model)
+    for _ in range(2 * len(LATE)):  # parts
+        assert again.acquire(timeout=60)
+    assert {layer for ahead, layer in read if not ahead} == STREAMED | set(LATE)
+    del read[:]
+    for _ in range(2):
+        assert torch.equal(logits(model), first)
+    assert {layer for _, layer in read} <= STREAMED
+    streams_of(model).close()
+
+
+def test_a_call_under_autograd_behind_one_that_failed_has_them_in_their_place(opened, home):
+    model, mover = opened()
+
+    def gradient(model):
+        """Through the late layers and the head."""
+        x = torch.randn(1, 5, 128, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        x.requires_grad_()
+        turns = model.model.rotary_emb(x.detach(), torch.arange(5)[None])
+        y = x
+        for number in LATE[1:]:
+            y = model.model.layers[number](y, position_embeddings=turns)
+        model.lm_head(model.model.norm(y)).float().square().sum().backward()
+        return x.grad
+
+    def fail(*_):
+        raise KeyError("inside")
+
+    failing = model.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(KeyError, match="inside"):
+        logits(model)
+    failing.remove()
+    assert set(streams_of(model).staying.late) > set(LATE)
+    found = gradient(model)
+    whole = StreamingConfig(residency="full_resident")
+    assert torch.equal(found, gradient(StreamingCausalLM.from_pretrained(home, whole, dtype=torch.bfloat16)))
+    assert mover.through_slots() <= STREAMED | {LATE[0]}  # that one may have been read before
+
+
+def test_without_a_thread_to_be_had_the_call_fails_and_the_next_one_works(opened, want, monkeypatch):
+    model, _ = opened()
+
+    def start(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as none:
+        none.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            for _ in range(2):  # threads of before may still read
+                logits(model)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(logits(model)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found and torch.equal(found[0], want)
+    streams_of(model).close()
+    assert is_there(model)
