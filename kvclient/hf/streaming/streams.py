@@ -27,7 +27,17 @@ from kvclient.hf.streaming.slots import Slot
 from kvclient.hf.streaming.staying.arriving import Slots, Staying
 from kvclient.hf.streaming.staying.loading import Loading
 from kvclient.hf.streaming.trace import Trace
-from kvclient.hf.streaming.weights.places import Place, Room, check, copies, kept, places, put, without
+from kvclient.hf.streaming.weights.places import (
+    Place,
+    Room,
+    check,
+    copies,
+    forward_only,
+    kept,
+    places,
+    put,
+    without,
+)
 from kvclient.hf.streaming.weights.vocabulary import (
     StreamedEmbedding,
     StreamedHead,
@@ -297,25 +307,27 @@ class Streams:
             self._holds(number).append((stack.pop_all(), time.monotonic()))
         return True
 
-    def _after(self, number: int, computed: bool = True) -> Callable[..., None]:
+    def _after(self, number: int, computed: bool = True) -> Callable[..., Any]:
         """Also after an exception in the layer. computed: else its weights were only looked at."""
 
-        def after(layer: torch.nn.Module, _args: Any, _out: Any) -> None:
+        def after(layer: torch.nn.Module, _args: Any, out: Any) -> Any:
             stacks = self._holding.__dict__.get("stacks", {}).get(number)
             if not stacks:
-                return  # the layer was never given its weights
+                return out  # the layer was never given its weights
             held, started = stacks.pop()
             ended = time.monotonic()
             if self.trace is not None and computed:
                 self.trace.span("compute", number, started, ended)
             with self._lock:
                 self.computed_s[number] += ended - started if computed else 0.0
+                in_slot = number not in self._on_host
                 self._users[number] -= 1
                 if not self._users[number]:
                     self._on_host.discard(number)
                     self._unpoint(number)
                     self._rooms.append(self._taken.pop(number))
             held.close()
+            return forward_only(out, f"layer {number}") if in_slot else out
 
         return after
 

@@ -27,7 +27,7 @@ from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.residency import Plan, StreamingConfig
 from kvclient.hf.streaming.scheduler import Scheduler
 from kvclient.hf.streaming.slots import Slot
-from kvclient.hf.streaming.weights.places import changed
+from kvclient.hf.streaming.weights.places import changed, forward_only
 
 
 class DeviceStreams:
@@ -194,12 +194,13 @@ class DeviceStreams:
             if not self._users[number]:
                 put(self._away[number])
 
-    def _after(self, number: int) -> Callable[..., None]:
+    def _after(self, number: int) -> Callable[..., Any]:
         """Also after an exception in the layer."""
 
-        def after(_layer: torch.nn.Module, _args: Any, _out: Any) -> None:
+        def after(_layer: torch.nn.Module, _args: Any, out: Any) -> Any:
             if stacks := self._holds(number):  # else the layer was never given its weights
                 stacks.pop().close()
+            return forward_only(out, f"layer {number}")
 
         return after
 

@@ -1,6 +1,7 @@
 """A part's tensors in a layer's modules: as they lie in what was read, or copied where a product wants them.
 
-Owns which tensors are copies, how many bytes that makes, and where they lie in a room. Never reads a file.
+Owns which tensors are copies, how many bytes that makes, where they lie in a room, and that no gradient is
+computed by what lies there later. Never reads a file.
 Invariant: what the plan counts as a copy is what places() copies.
 """
 
@@ -22,6 +23,30 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 MOVES = ("to", "cpu")
 WRITES = re.compile(r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_")
 CHANGE_NOTHING = ("requires_grad_", "detach_")
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, what: str) -> torch.Tensor:
+        ctx.what = what
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: torch.Tensor) -> Any:
+        raise InvalidArgument(
+            f"backward through {ctx.what}: its weights have memory only while it computes, and others lie "
+            "there now; residency='full_resident' keeps them all"
+        )
+
+
+def forward_only(out: Any, what: str) -> Any:
+    """What a layer gives whose weights lay in a slot: numbers as they are, of which a backward is an
+    InvalidArgument, for it would multiply by what another layer has put there.
+    """
+    if isinstance(out, torch.Tensor):
+        wanted = torch.is_grad_enabled() and out.requires_grad
+        return _ForwardOnly.apply(out, what) if wanted else out
+    return type(out)(forward_only(each, what) for each in out) if type(out) in (tuple, list) else out
 
 
 class Away(torch.Tensor):

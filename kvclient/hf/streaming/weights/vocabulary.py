@@ -19,7 +19,7 @@ from kvclient.hf.awq.head import Head, multiply
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Part, Stored, Table
 from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
 from kvclient.hf.streaming.scheduler import TRIES, Mover, Scheduler
-from kvclient.hf.streaming.weights.places import CPU, Away, away, changed
+from kvclient.hf.streaming.weights.places import CPU, Away, away, changed, forward_only
 
 ROWS_BYTES = 32 << 20  # of an embedding, in memory at one time
 
@@ -192,7 +192,7 @@ def _multiplied(
             bias = None if head.bias is None else head.bias[columns]
             out[..., columns] = times(x, weight, bias)
             del weight
-    return out
+    return forward_only(out, "a head that is read in pieces")
 
 
 def in_pieces(

@@ -295,3 +295,25 @@ def test_without_a_thread_to_be_had_the_call_fails_and_the_next_one_works(opened
     assert found and torch.equal(found[0], want)
     streams_of(model).close()
     assert is_there(model)
+
+
+@pytest.mark.parametrize("residency", ["partial_resident", "full_stream", "full_resident"])
+def test_no_gradient_is_computed_by_what_lies_in_a_slot_later(home, residency):
+    """It was, without a word. The numbers themselves are those of a model that has all of its weights."""
+    kept = {"keep_first_k": 0, "keep_last_k": LAYERS - STAYS} if residency == "partial_resident" else {}
+    configs = StreamingConfig(residency="full_resident"), StreamingConfig(residency=residency, **kept)
+    whole, model = (
+        StreamingCausalLM.from_pretrained(home, config, dtype=torch.bfloat16) for config in configs
+    )
+    x = torch.randn(1, 5, 128, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()
+    found = model(inputs_embeds=x).logits
+    assert torch.equal(found, whole(inputs_embeds=x).logits)
+    if residency == "full_resident":
+        found.float().square().sum().backward()
+        assert x.grad.isfinite().all() and x.grad.abs().sum() > 0
+    else:
+        what = "layer 4" if residency == "partial_resident" else "layer 7|a head"
+        with pytest.raises(InvalidArgument, match=f"backward through ({what}).*full_resident"):
+            found.float().square().sum().backward()
+    if streams := streams_of(model):
+        streams.close()
