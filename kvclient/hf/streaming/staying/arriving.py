@@ -55,7 +55,8 @@ class Staying:
         self.head: tuple[int, Table, int] | None = None  # that stays alone: its number, and its first piece's
         self._layers, self._dtype, self._in_place, self._came = layers, dtype, in_place, came
         self._keeping = threading.RLock()
-        self._handles: dict[int, list[RemovableHandle]] = {}  # of hooks that wait for it
+        self._handles: dict[int, list[RemovableHandle]] = {}  # of hooks that wait for it,
+        self._watching: dict[int, list[RemovableHandle]] = {}  # and of those of what lies in it
         self._yet: dict[tuple[int, str], list[Place]] = {}  # what stands for it
         self._slots: Slots | None = None
         self._began = self._ended = False  # the first pass
@@ -120,6 +121,7 @@ class Staying:
             forwards.take_away(self._layers[number])
         for handle in self._handles.pop(number, ()):
             handle.remove()
+        self._leave_parts(number)
 
     # ---------------------------------------------------------------- hooks
 
@@ -141,13 +143,35 @@ class Staying:
             def enter(layer: torch.nn.Module, args: tuple[Any, ...], number: int = number) -> None:
                 self._enter(number, layer, args)
 
-            def keep(*_: Any, number: int = number) -> None:  # functions: a copy of the model has the same
-                self._part(number)
+            self._handles[number] = [layer.register_forward_pre_hook(enter)]
+            for module in [*layer.modules(), *self.same.get(number, ())]:
+                module.register_state_dict_pre_hook(self._keeps(number))
+            self._watch_parts(number)
 
-            for module in [*layer.modules(), *self.same.get(number, ())]:  # a part may be called by itself
-                called = enter if module is layer else keep
-                self._handles.setdefault(number, []).append(module.register_forward_pre_hook(called))
-                module.register_state_dict_pre_hook(keep)
+    def _keeps(self, number: int) -> Callable[..., None]:
+        def keep(*_: Any) -> None:  # a function: a copy of the model has the same
+            self._part(number)
+
+        return keep
+
+    def _watch_parts(self, number: int) -> None:
+        """A part of a layer may be called by itself."""
+        with self._keeping:
+            if number not in self.left or number in self._watching:
+                return
+            layer = self._layers[number]
+            parts = [module for module in layer.modules() if module is not layer]
+            self._watching[number] = [
+                module.register_forward_pre_hook(self._keeps(number))
+                for module in [*parts, *self.same.get(number, ())]
+            ]
+
+    def _leave_parts(self, number: int) -> None:
+        """While a layer is computed out of a slot: what is computed as one is so only where no hook sees what
+        goes through its parts, and one by one its numbers would have other bits.
+        """
+        for handle in self._watching.pop(number, ()):
+            handle.remove()
 
     def _part(self, number: int) -> None:
         if self._slots is None or not self._slots.holds(number):
@@ -169,6 +193,7 @@ class Staying:
             self._part(number)
         elif self.head is None or number != self.head[0]:
             self._slots.before(number)(layer, args)
+            self._leave_parts(number)
         return None
 
     # ---------------------------------------------------------------- the first pass
@@ -206,8 +231,8 @@ class Staying:
         if self.head is not None and number == self.head[0]:
             forwards.put(layer, in_pieces(layer, *self.head[1:], slots.scheduler, self._end))
             return
-        after = layer.register_forward_hook(slots.after(number), always_call=True)
-        self._handles[number].append(after)
+        for behind in (slots.after(number), lambda *_: self._watch_parts(number)):
+            self._handles[number].append(layer.register_forward_hook(behind, always_call=True))
         if is_last:
             self._handles[number].append(layer.register_forward_hook(lambda *_: self._end()))
 
