@@ -158,12 +158,12 @@ class DeviceStreams:
         def before(_layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
             self._give_back_what_was_left()
             with contextlib.ExitStack() as stack:
-                if self._goes_to_host(number, args):
+                if on_host := self._goes_to_host(number, args):
                     assert self._hosts is not None
                     stack.enter_context(self._hosts.computing(number))
                 else:
                     self._fill(number, stack)
-                self._holds(number).append(stack.pop_all())
+                self._holds(number).append((stack.pop_all(), on_host))
 
         return before
 
@@ -198,9 +198,11 @@ class DeviceStreams:
         """Also after an exception in the layer."""
 
         def after(_layer: torch.nn.Module, _args: Any, out: Any) -> Any:
-            if stacks := self._holds(number):  # else the layer was never given its weights
-                stacks.pop().close()
-            return forward_only(out, f"layer {number}")
+            if not (stacks := self._holds(number)):
+                return out  # the layer was never given its weights
+            held, on_host = stacks.pop()
+            held.close()
+            return out if on_host else forward_only(out, f"layer {number}")
 
         return after
 
@@ -218,8 +220,8 @@ class DeviceStreams:
             if held is not into or held.get(name) is not was or was.dtype != value.dtype:
                 raise changed(f"{name} of layer {number}", held.get(name), value.dtype)
 
-    def _holds(self, number: int) -> list[contextlib.ExitStack]:
-        """Of the calling thread: what is given back behind the layer."""
+    def _holds(self, number: int) -> list[tuple[contextlib.ExitStack, bool]]:
+        """Of the calling thread: what is given back behind the layer, and whether the host computes it."""
         stacks: dict[int, list[Any]] = self._holding.__dict__.setdefault("stacks", {})
         return stacks.setdefault(number, [])
 
