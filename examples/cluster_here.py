@@ -112,5 +112,5 @@ def running(
         until(lambda: told(first).get("members"), "the first is a member, and has the master")
         for name in names:
             until(lambda n=name: told(hosts[n]).get("members") == sorted(names), f"{name} sees all")
-            until(lambda n=name: hosts[n].peers()["pool"]["state"] == "up", f"{name} has its pool")
+            until(lambda n=name: hosts[n].peers().get("pool", {}).get("state") == "up", f"{name} has its pool")
         yield hosts
