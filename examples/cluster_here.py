@@ -69,6 +69,12 @@ class Etcd:
         self._process.send_signal(signal.SIGCONT)
 
 
+def pool_of(host: Any) -> dict[str, Any]:
+    """As `kvstored peers` has it; {}: it says nothing of one yet."""
+    found: dict[str, Any] = host.peers().get("pool", {})
+    return found
+
+
 def told(host: hosts_here.Host) -> dict[str, Any]:
     """What its fabric last told; {} if nothing."""
     return told_at(host.dir)
@@ -112,5 +118,5 @@ def running(
         until(lambda: told(first).get("members"), "the first is a member, and has the master")
         for name in names:
             until(lambda n=name: told(hosts[n]).get("members") == sorted(names), f"{name} sees all")
-            until(lambda n=name: hosts[n].peers().get("pool", {}).get("state") == "up", f"{name} has its pool")
+            until(lambda n=name: pool_of(hosts[n]).get("state") == "up", f"{name} has its pool")
         yield hosts
