@@ -205,7 +205,7 @@ def test_one_that_only_generate_can_compute_waits_for_no_block_of_its_own_thread
 
 
 @pytest.mark.parametrize("broken", [0, 1, 3, 4])
-def test_a_piece_that_fails_leaves_the_prompt_to_generate(model, served, monkeypatch, broken):
+def test_a_piece_that_fails_leaves_the_prompt_to_generate(model, served, monkeypatch, caplog, broken):
     kv, loop, events = served
     passed, attend = [], RaggedLayer.attend
 
@@ -219,6 +219,8 @@ def test_a_piece_that_fails_leaves_the_prompt_to_generate(model, served, monkeyp
     job = ask(loop, LONG, events)
     loop.go_on(ALL)
     assert isinstance(ended(events, 1)[0], Done) and sum(passed) == broken + 1
+    told = "a piece of a prompt failed" in caplog.text and "broken behind the first layer" in caplog.text
+    assert told or broken == 4  # the last goes with a step
     assert job.tokens == alone(model, kv, [LONG])[0][:NEW] and states(kv, LONG)[1:] == (0, 0)
 
 

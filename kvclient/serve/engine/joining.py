@@ -133,6 +133,12 @@ class Joining:
                 job.apart = True  # nor is it that somebody else has claimed it a moment ago
         return job.opened
 
+    def failed(self, job: Job) -> None:
+        """Of a pass of it, which is being handled: generate() is asked for the rest."""
+        log.warning("a piece of a prompt failed, generate() computes the rest", exc_info=True)
+        job.apart = True
+        self.end(job)
+
     def end(self, job: Job) -> None:
         """Gives back what its prompt has claimed and not computed. Idempotent."""
         made, job.opened = job.opened, None

@@ -248,8 +248,7 @@ class Loop:
         try:
             logits = self._decode([], [made])[0]
         except Exception:
-            job.apart = True
-            return self._joining.end(job)
+            return self._joining.failed(job)
         if made.held < entry.prompt_tokens:
             job.pieces = max(job.pieces, 0) + 1
             return self._scheduler.filled(entry, made.held)
