@@ -49,8 +49,9 @@ def config_text(entries: list[dict[str, str]], as_json: bool) -> str:
 
 def peers_text(found: dict[str, Any]) -> str:
     served = found["server"]
+    over = {0: " over TCP", 1: " over TLS"}.get(served.get("tls"), "")  # a daemon of before does not say
     head = (
-        f"node {found['node'] or '-'}, listening on {found['listen'] or 'nothing'}: "
+        f"node {found['node'] or '-'}, listening on {found['listen'] or 'nothing'}{over}: "
         f"{served.get('connections', 0)} connections, {served.get('served_blocks', 0)} blocks "
         f"({approximate_size(served.get('served_bytes', 0))}) read there, {served.get('refused', 0)} refused"
     )

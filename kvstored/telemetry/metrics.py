@@ -206,6 +206,7 @@ PEER_METRICS: dict[str, About] = {
     ),
 }
 SERVER_METRICS: dict[str, About] = {
+    "tls": About("kvstored_peer_tls", "gauge", "1 if bytes of and for peers go over TLS, 0 over plain TCP."),
     "connections": About("kvstored_peer_connections", "gauge", "Connections of peers that read here."),
     "refused": About("kvstored_peer_strangers_total", "counter", "Connections of others, refused."),
     "served_blocks": About("kvstored_peer_served_blocks_total", "counter", "Blocks read by peers."),

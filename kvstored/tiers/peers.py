@@ -231,7 +231,8 @@ class Peers:
             self._held.close()
 
     def server_stats(self) -> dict[str, int]:
-        return self._server.stats() if self._server else {}
+        made = self._server.stats() if self._server else {}
+        return made | {"tls": int(self.transport == "tls")} if self._server or self._tiers else made
 
     def stats(self) -> list[tuple[str, dict[str, Any]]]:
         """(namespace, a peer's figures and texts)"""

@@ -51,7 +51,8 @@ def test_a_block_of_one_host_is_a_hit_on_the_other(daemon, tmp_path, wait_until,
     seen = hosts.peers(1)["n0"]
     assert seen["fetched"] == 8 and seen["state"] == "up"
     assert seen["missing"] == 0, "nobody is asked for what nobody said that he has"
-    assert hosts.peers(0)["server"]["served_blocks"] == 8
+    server = hosts.peers(0)["server"]
+    assert (server["served_blocks"], server["tls"]) == (8, 0)
 
 
 def test_a_block_is_followed_layer_by_layer_while_it_is_still_being_computed(daemon, tmp_path, wait_until):

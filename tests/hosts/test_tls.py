@@ -96,7 +96,7 @@ def test_blocks_come_over_tls_and_are_not_to_be_read_on_the_way(hosts, wait_unti
                 assert len(passed) > 8 * 64 and wanted not in passed and keys[0] not in passed
     finally:
         proxy.close()
-    assert "transport=tls" in hosts[0].log()
+    assert "transport=tls" in hosts[0].log() and hosts.peers(0)["server"]["tls"] == 1
 
 
 def test_a_block_is_followed_over_tls_while_it_is_computed(hosts, wait_until):

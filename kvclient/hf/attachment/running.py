@@ -132,10 +132,14 @@ def _prefill(
 ) -> Any:  # fmt: skip
     attachment, prefill = _attached(model, "_prefill")
 
+    local = attachment._local if attachment is not None else None
+    request = local.request if local is not None else None
+
     def run(ids: torch.Tensor = input_ids) -> Any:
+        if local is not None and local.begun is not None:  # what it will leave is claimed
+            local.begun(None if request is None else request.report)
         return prefill(ids, generation_config, model_kwargs, *args, **kwargs)
 
-    request = attachment._local.request if attachment is not None else None
     if request is None:
         return run()
     return request.prefill(model, run, input_ids, generation_config, model_kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class ThisThread(threading.local):
         self.trial: Any = None  # of kvclient.hf.proof.measure: what the call is made with instead
         self.last: Report | None = None
         self.usable: bool | None = None  # whether the model is, as it was looked at; None: each call looks
+        self.begun: Callable[[Report | None], None] | None = None  # told where a pass over a prompt begins
 
 
 class Scoped:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,12 +59,13 @@ def hand_off(
     state = sampler_state(model, how)
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": how is not None}
 
-    def compute() -> tuple[First | None, bytes]:  # one more token than is kept: generate() wants to make one
+    def compute(begun: Callable[[bytes], None]) -> First | None:
         attachment._local.settings = settings
+        attachment._local.begun = lambda report: begun(b"" if report is None else report.inside_keys)
         alone = {} if how is not None else {"do_sample": False}
-        with attachment.keeping(tails=True):
+        with attachment.keeping(tails=True):  # one more token than is kept: generate() wants to make one
             out = model.generate(**{**inputs, **options, **alone})
-        return chosen(out, how, rows, state), attachment.last_here.inside_keys
+        return chosen(out, how, rows, state)
 
     def hold(over: threading.Event, inside: bytes) -> None:
         handles = [client.get(keys) for keys in (*chains, inside)]
@@ -75,15 +76,10 @@ def hand_off(
                 handle.release()
 
     prefill = Prefill(compute, hold)
-    # The last: a decoder that asks for a block before it is claimed is told that there is none.
-    last = [chain[-1:] for chain in chains[: len(rows)]]
-    end = time.monotonic() + CLAIM_S
-    while not all(client.lookup(key).states[0] for key in last) and time.monotonic() < end:
-        if prefill._ended.wait(0.0005):
-            break
+    prefill.begun.wait(CLAIM_S)  # a decoder that asks for a block before it is claimed is told there is none
     pushed = 0
     with contextlib.suppress(KVClientError):  # it is asked for there all the same, once it is resumed
-        for chain in chains if to is not None else ():
+        for chain in (*chains, *([prefill.inside] if prefill.inside else [])) if to is not None else ():
             pushed += client.push(chain, to)
     return Handoff(
         attachment.identity, rows, size, mark, lease_s, node, pushed=pushed, _keys=keys, _prefill=prefill

@@ -54,9 +54,10 @@ class Handoff:
 
     @property
     def keys(self) -> bytes:
-        """The keys of the blocks that the prefill leaves, 32 bytes each, the prompts' first. Once it has
-        ended, also those of other prompts' blocks that it used inside of these, as far as there is room.
-        b"": who decodes derives the prompts', as of more than MOST_KEYS."""
+        """The keys of the blocks that the prefill leaves, 32 bytes each, the prompts' first. Behind them
+        those of other prompts' blocks that it uses inside of these, as far as there is room; where they are
+        computed one by one, of those that have begun. b"": who decodes derives the prompts', as of more than
+        MOST_KEYS."""
         if not self._keys or self._prefill is None:
             return self._keys
         return (self._keys + self._prefill.inside)[: MOST_KEYS * KEY_BYTES]

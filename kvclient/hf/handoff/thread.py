@@ -18,12 +18,14 @@ class Prefill:
     """A thread that computes prompts, publishes their blocks, and holds them."""
 
     def __init__(
-        self, compute: Callable[[], tuple[First | None, bytes]],
+        self, compute: Callable[[Callable[[bytes], None]], First | None],
         hold: Callable[[threading.Event, bytes], None],
     ) -> None:  # fmt: skip
         self._compute, self._hold = compute, hold
         self.first: First | None = None  # the first token, once it was chosen
-        self.inside = b""  # keys of blocks of other prompts that were used in these, once they are computed
+        self.inside = b""  # keys of blocks of other prompts that are used in these, as far as it has begun
+        # Set once a prompt is about to be computed, and its blocks are claimed; or no more is to come.
+        self.begun = threading.Event()
         self._error: BaseException | None = None
         self._ended, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvclient-handoff", daemon=True)
@@ -31,14 +33,19 @@ class Prefill:
 
     def _run(self) -> None:
         try:
-            self.first, self.inside = self._compute()
+            self.first = self._compute(self._begins)
         except BaseException as error:
             self._error = error
             return
         finally:
             self._ended.set()
+            self.begun.set()
         with contextlib.suppress(KVClientError):  # the store is gone, and with it what was held
             self._hold(self._over, self.inside)
+
+    def _begins(self, inside: bytes) -> None:
+        self.inside = inside
+        self.begun.set()
 
     def wait(self, timeout_s: float | None) -> bool:
         """Whether it ended within so many seconds. Raises what the prefill raised."""

@@ -305,6 +305,7 @@ class Request:
             return
         of = (options.chunker, prefix, prefix.tokens if exact is None else exact, self._worth_waiting_s)
         self._inside = search(self._client, served, reuse, self.report, *of)
+        self.report.inside_keys = self._inside.keys
 
     def _worth_waiting_s(self, tokens: int, blocks: int, on_peers: int = 0) -> float:
         """How long so many blocks below are worth waiting for, of which so many lie on other hosts."""
@@ -358,7 +359,6 @@ class Request:
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
             report.estimated_kl = self._blend.estimated_kl
             report.approximate_from_disk = self._inside.from_disk if self._inside is not None else 0
-            report.inside_keys = self._inside.keys if self._inside is not None else b""
         elif (computed := report.prompt_tokens - report.reused_tokens) >= MIN_TOKENS and report.prefill_s > 0:
             self._pace.note(computed, report.prefill_s)
         report.rows = self._prompt.reports(self._prefix, self._blend, self._found)

@@ -5,6 +5,7 @@ Tiny random models, two daemons that live for all of them: models of other names
 """
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import kvclient
 import kvclient.hf
 from kvclient.hf import Handoff, Repair
+from kvclient.hf.request import request
 from tests.hf.zoo import (
     COMPRESSED,
     INDEXED,
@@ -174,6 +176,85 @@ def test_repair_uses_what_the_prefiller_used(attached, name):
     assert torch.equal(found, tokens) and near(logits, wanted)
     for each in (first, handoff):
         each.release()
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """(computed, opened): a prefill that reuses what is inside waits behind its passes for `opened`."""
+    computed, opened = threading.Event(), threading.Event()
+
+    def run_passes(*arguments):
+        outputs = original(*arguments)
+        if threading.current_thread().name == "kvclient-handoff":
+            computed.set()
+            assert opened.wait(WAIT_S)
+        return outputs
+
+    original = request.run_passes
+    monkeypatch.setattr(request, "run_passes", run_passes)
+    yield computed, opened
+    opened.set()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_prompt_that_is_repaired_is_handed_over_while_it_is_computed(attached, stopped, name):
+    """With the keys of the text's blocks: the prefill ends only behind the decoder's answer."""
+    options, (computed, opened) = {"repair": Repair("selective", max_kl=None)}, stopped
+    prefilling, decoding = attached(name, **options)
+    text, before = prompt(128, seed=24), prompt(32, seed=25)
+    first = prefilling.handoff(input_ids=text)
+    assert first.wait(WAIT_S)
+    moved = torch.cat([before, text, prompt(8, seed=26)], 1)
+    handoff = prefilling.handoff(input_ids=moved)
+    assert not handoff.wait(0) and set(split(first.keys)[:4]) <= set(split(handoff.keys))
+    found, logits = resumed(decoding, handoff)
+    assert computed.wait(WAIT_S) and not handoff.wait(0)
+    assert (used := decoding.last.approximate_tokens) > 0
+    opened.set()
+    assert handoff.wait(WAIT_S) and prefilling.last.approximate_tokens == used
+    tokens, wanted = alone(name, moved, text, block_tokens=BLOCK, **options)
+    assert torch.equal(found, tokens) and near(logits, wanted)
+    for each in (first, handoff):
+        each.release()
+
+
+def split(keys):
+    return [keys[at : at + 32] for at in range(0, len(keys), 32)]
+
+
+def test_a_batch_that_is_repaired_row_by_row_is_handed_over_while_it_is_computed(attached, stopped):
+    """The rows' keys come as their turns do."""
+    options, (_, opened) = {"repair": Repair("selective", max_kl=None)}, stopped
+    prefilling, decoding = attached("llama", **options)
+    texts, before = [prompt(128, seed=27), prompt(128, seed=28)], prompt(32, seed=29)
+    firsts = [prefilling.handoff(input_ids=text) for text in texts]
+    assert all(first.wait(WAIT_S) for first in firsts)
+    rows = [torch.cat([before[:, : 32 - 5 * i], text], 1) for i, text in enumerate(texts)]
+    ids, mask = left_padded(*rows)
+    handoff = prefilling.handoff(input_ids=ids, attention_mask=mask)
+    assert not handoff.wait(0) and set(split(firsts[0].keys)[:4]) <= set(split(handoff.keys))
+    opened.set()
+    assert handoff.wait(WAIT_S) and set(split(firsts[1].keys)[:4]) <= set(split(handoff.keys))
+    assert split(handoff.keys).count(split(firsts[0].keys)[0]) == 1
+    found, logits = resumed(decoding, handoff)
+    assert decoding.last.approximate_tokens == prefilling.last.approximate_tokens > 0
+    tokens, wanted = several(ids, mask, *texts, **options)
+    assert torch.equal(found, tokens) and near(logits, wanted)
+    for each in (*firsts, handoff):
+        each.release()
+
+
+def several(ids, mask, *before, **options):
+    """As alone(), of a batch of llama's."""
+    with kvclient.InMemoryClient(64 << 20) as client:
+        options = {"block_tokens": BLOCK, "self_test": False, **options}
+        kv = kvclient.hf.attach(model := build("llama"), client, **options)
+        with kv.keeping(tails=True):
+            for each in before:
+                generate(model, each, 1)
+            tokens, logits, _ = generate(model, ids, 6, attention_mask=mask)
+        kv.detach()
+    return tokens, logits
 
 
 def test_seeded_sampling_is_that_of_one_host(attached):

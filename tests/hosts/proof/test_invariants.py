@@ -108,6 +108,56 @@ def test_memory_that_a_fetch_was_filling_is_given_to_nobody_behind_a_restart(dae
         wait_until(lambda: other.stats()["quarantined"] == 0, "it is free once nobody reads it")
 
 
+def test_of_two_hosts_writers_of_one_key_one_is_granted_and_neither_batch_fails(daemon, tmp_path, wait_until):
+    """Invariants 3 and 4: what another host still computes is being written here too, for who follows it."""
+    hosts = Hosts(daemon, tmp_path).start().wait_up(wait_until)
+    (key, new), far = new_keys(2), SMALL.num_layers
+    with hosts[0].connect() as there, hosts[1].connect() as here, hosts[1].connect() as second:
+        claimed = there.create([key], there.register_layout(SMALL.to_blob()))
+        first = claimed[0].layer(0)
+        first[...] = pattern(key, 0, first.shape)
+        claimed[0].mark_layer(0)
+        told(here, [key])
+        layout = second.register_layout(SMALL.to_blob())
+        with here.get([key], follow=True, wait_s=30) as followed:
+            followed[0].wait_layer(0, timeout_s=30)
+            with second.create([key, new], layout) as writer:
+                assert [str(word) for word in writer.results] == ["pending", "granted"]
+                fill(writer[1])
+            fill(claimed[0])
+            claimed.seal()
+            followed[0].wait_layer(far - 1, timeout_s=30)
+            check(followed[0])
+        with second.get([key, new], wait_s=30) as both:
+            for block in both:
+                check(block)
+        with second.create([key], layout) as writer:
+            assert [str(word) for word in writer.results] == ["exists"]
+
+
+def test_a_batch_is_answered_for_each_key_wherever_it_lies(pair_of_hosts):
+    """Invariant 6: here, on the other host, being written there, given up there, nowhere."""
+    here, there, written, given_up, nowhere = new_keys(5)
+    with pair_of_hosts[0].connect() as far, pair_of_hosts[1].connect() as near:
+        put(near, [here])
+        put(far, [there])
+        claims = [far.create([key], far.register_layout(SMALL.to_blob())) for key in (given_up, written)]
+        for claimed in claims:
+            first = claimed[0].layer(0)
+            first[...] = pattern(claimed[0].key, 0, first.shape)
+            claimed[0].mark_layer(0)
+        told(near, [there, written, given_up])
+        claims[0].abort()
+        with near.get([nowhere, here, given_up, there, written], follow=True, wait_s=30) as found:
+            assert [block is not None for block in found] == [False, True, False, True, True]
+            check(found[1])
+            check(found[3])
+            fill(claims[1][0])
+            claims[1].seal()
+            found[4].wait_layer(SMALL.num_layers - 1, timeout_s=30)
+            check(found[4])
+
+
 @pytest.mark.parametrize("delay_s", [0.005, 0.02])
 def test_over_a_slow_link_a_batch_takes_few_turns(daemon, tmp_path, wait_until, delay_s):
     hosts = Hosts(daemon, tmp_path)

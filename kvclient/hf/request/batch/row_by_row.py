@@ -32,7 +32,7 @@ from kvclient.hf.request.request import Request
 ADDED = (
     "reused_tokens", "approximate_tokens", "approximate_from_disk", "recomputed_tokens", "followed_tokens",
     "lookup_s", "load_s", "wait_s", "prefill_s", "followed_lost", "full_tokens", "disk_refused",
-    "store_failed_s", "inside_keys",
+    "store_failed_s",
 )  # fmt: skip
 PUBLISHED = (
     "published_blocks", "no_space", "unavailable", "lost_blocks", "published_full_blocks",
@@ -73,7 +73,7 @@ class RowByRow(Request):
                 model_kwargs.clear()
                 model_kwargs.update({**_of_rows(saved, group, prompt.length), name: alone})
                 try:
-                    pass_over = functools.partial(run, rows)
+                    pass_over = functools.partial(self._pass, row_request, run, rows)
                     outputs = row_request.prefill(model, pass_over, rows, config, model_kwargs)
                     inside.append(row_request._inside)
                 finally:
@@ -136,6 +136,12 @@ class RowByRow(Request):
         dense = {"in_place": None, "static": False, "pool": None, "publish_generated": False}
         options = dataclasses.replace(self._options, **dense)
         return Request(self._client, self._served_model, options, **call)
+
+    def _pass(self, row_request: Request, run: Callable[..., Any], rows: torch.Tensor) -> Any:
+        """Over one of the prompts, of which all that is used inside is known by now."""
+        reports = [*(report for _, report, _ in self._parts), row_request.report]
+        self.report.inside_keys = b"".join(report.inside_keys for report in reports)
+        return run(rows)
 
     # ---------------------------------------------------------------- behind
 
