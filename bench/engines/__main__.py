@@ -1,7 +1,7 @@
 """`python -m bench.engines`: vLLM on a CPU with the store beside its own prefix cache; what look-ups cost.
 
-    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|l2|ttft|hit|cost] [--ours]
-        [--json FILE]
+    python -m bench.engines [--rounds N] [--models tiny,smollm2] [--only lookups|l2|ttft|hit|tiers|cost]
+        [--ours] [--json FILE]
 
 Installs nothing: the environments are those of `make engines`, and what is not there is said. Half an hour on
 two quiet cores, most of it vLLM's starts. Nothing timed can fail.
@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from bench.engines import tiers
 from bench.engines.l2 import beside
 from bench.engines.processes import CACHE, Told, python_of, say
 from bench.engines.ttft import BLOCK, Run, expect, ours, prompts, summary
@@ -57,7 +58,6 @@ def look_ups(home: Path) -> dict[str, dict[str, float]]:
 def first_tokens(name: str, rounds: int, home: Path, others: bool) -> dict:
     with daemon("2GiB") as directory:
         model, vocabulary = model_of(name, home)
-        (home / "fs").mkdir(exist_ok=True)
         run = Run(model, vocabulary, directory, home, others)
         try:
             row: dict[str, list[dict]] = {}
@@ -140,6 +140,15 @@ def table(result: dict) -> str:
                 f"{model}, one engine: from the store {hit['store_ms']:.2f} ms, from its own cache without a "
                 f"connector {hit['own_ms']:.2f}: {hit['ratio']:.3f} x", "",
             ]  # fmt: skip
+        if ways := result.get(f"{model}, tiers"):
+            lines += [f"| {model}, a hit | processor time | to the fs tier | wall | to the fs tier |",
+                      "|---|---|---|---|---|"]  # fmt: skip
+            lines += [
+                f"| {way} | {hit['cpu_ms']:.1f} ms | {hit['ratio']:.3f} | {hit['wall_ms']:.1f} | "
+                f"{hit['wall_ratio']:.3f} |"
+                for way, hit in ways.items()
+            ]
+            lines.append("")
         if costs := result.get(f"{model}, cost"):
             lines += [f"| {model}, nothing found | processor time | to that without |", "|---|---|---|"]
             lines += [
@@ -164,7 +173,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", default="tiny,smollm2", metavar="LIST")
-    parser.add_argument("--only", choices=("lookups", "l2", "ttft", "hit", "cost"))
+    parser.add_argument("--only", choices=("lookups", "l2", "ttft", "hit", "tiers", "cost"))
     parser.add_argument("--ours", action="store_true", help="without vLLM's OffloadingConnector and LMCache")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
@@ -183,6 +192,12 @@ def main() -> int:
                 result[name] = first_tokens(name, chosen.rounds, Path(home), not chosen.ours)
             if chosen.only in (None, "hit"):
                 result[f"{name}, hit"] = hit(name, HIT_ROUNDS[name], Path(home))
+            if chosen.only in (None, "tiers"):
+                with daemon("2GiB") as directory:
+                    model, vocabulary = model_of(name, Path(home))
+                    result[f"{name}, tiers"] = tiers.beside(
+                        model, vocabulary, directory, Path(home), chosen.rounds
+                    )
             if chosen.only in (None, "cost"):
                 result[f"{name}, cost"] = cost(name, COST_ROUNDS[name], Path(home))
     if chosen.json:

@@ -38,14 +38,6 @@ def spec(directory: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fs_tier(directory: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
-            "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 28,
-            "secondary_tiers": [{"type": "fs", "root_dir": directory}]},
-    }  # fmt: skip
-
-
 def lmcache() -> dict[str, Any]:
     return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
@@ -74,7 +66,6 @@ class Run:
         if others:
             wanted |= {
                 "spec": spec(directory),
-                "vLLM's fs tier": fs_tier(str(home / "fs")),
                 "LMCache": lmcache(),
             }
         for name, transfer in wanted.items():  # one after the other: two cores load one engine as fast as two

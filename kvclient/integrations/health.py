@@ -1,8 +1,8 @@
 """Whether the store an engine goes on without is there: one log line when it goes, one when it is back.
 
-Owns the line and the count; never decides anything. Invariants: a line is written only when the state
-changes, so an engine that runs for days without its store has one line of it, which says since when and
-why; the store is back when the daemon is there and nothing has failed since the last look.
+Owns the line, the count and the gauge; never decides anything. Invariants: a line is written only when the
+state changes, so an engine that runs for days without its store has one line of it, which says since when
+and why; the store is back when the daemon is there and nothing has failed since the last look.
 """
 
 from __future__ import annotations
@@ -20,11 +20,34 @@ from kvclient.errors import KVClientError
 FAILURES = (KVClientError, OSError, RuntimeError, ValueError, MemoryError)
 
 
+_figures: dict[str, tuple[Any, Any]] = {}  # of this process
+
+
+def _figures_of(engine: str) -> tuple[Any, Any] | None:
+    """`<engine>:kvstored_degraded` and `<engine>:kvstored_failures_total` where the engine's own figures are,
+    in prometheus_client. None: it has none."""
+    if engine not in _figures:
+        try:
+            from prometheus_client import Counter, Gauge  # the engine's, no dependency of ours
+        except ImportError:
+            return None
+        _figures[engine] = (
+            Gauge(
+                f"{engine}:kvstored_degraded", "1 while the engine goes on without kvstored.",
+                multiprocess_mode="livemax",
+            ),
+            Counter(f"{engine}:kvstored_failures", "Calls of the store that failed and became misses."),
+        )  # fmt: skip
+    return _figures[engine]
+
+
 class Health:
     """Of one client. To be asked once per step of the engine. Thread-safe."""
 
-    def __init__(self, client: Any, logger: logging.Logger) -> None:
+    def __init__(self, client: Any, logger: logging.Logger, engine: str = "") -> None:
+        """engine: whose figures in prometheus_client say it, too; vLLM's are asked for instead."""
         self._client, self._logger = client, logger
+        self._figures = _figures_of(engine) if engine else None
         self._lock = threading.Lock()
         self._failed = False  # since the last look
         self._over = False  # nothing is shared any more
@@ -68,6 +91,9 @@ class Health:
     def _note(self, why: str) -> None:
         self.failures_total += 1
         self._failed = True
+        if self._figures is not None:
+            self._figures[0].set(1)
+            self._figures[1].inc()
         if self._since is None:
             self._since, self._why = time.monotonic(), why
             self._since_clock = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -87,6 +113,8 @@ class Health:
             elif self._since is not None and not self._failed and not self._over:
                 away_s = time.monotonic() - self._since
                 self._since = None
+                if self._figures is not None:
+                    self._figures[0].set(0)
                 self._logger.warning(
                     "kvstored: the store is back after %.1f s; it was away since %s: %s",
                     away_s, self._since_clock, self._why,

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import kvclient
-from kvclient.errors import InvalidArgument
+from kvclient.errors import InvalidArgument, Unavailable
 
 MAX_SECONDS = 86_400.0
 MAX_COUNT = 1 << 31
@@ -21,8 +22,10 @@ MAX_COUNT = 1 << 31
 
 def connected(options: Mapping[str, Any]) -> Any:
     """A client for an engine, by `dir`, `namespace`, `timeout_s`: what the daemon cannot do is a miss. Raises
-    what kvclient.connect() raises, but Unavailable: a store that is away counts as empty.
+    what kvclient.connect() raises, but Unavailable only for a directory where no daemon can ever be: a store
+    that is away counts as empty.
     """
+    _check_can_come(options["dir"])
     return kvclient.connect(
         options["dir"],
         options["namespace"],
@@ -30,6 +33,18 @@ def connected(options: Mapping[str, Any]) -> Any:
         timeout_s=float(options["timeout_s"]),
         owner="engine",
     )
+
+
+def _check_can_come(directory: str | None) -> None:
+    """A daemon makes its directory, and whatever is missing of the way there; a file it leaves alone."""
+    if directory is None:
+        return
+    place = Path(os.path.expanduser(directory)).absolute()
+    for part in (place, *place.parents):
+        if part.is_dir():
+            return
+        if part.exists():
+            raise Unavailable(f"dir={directory!r}: {part} is no directory, so no daemon can be there")
 
 
 def with_defaults(

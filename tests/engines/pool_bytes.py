@@ -33,12 +33,17 @@ def take_all(client):
     return writers
 
 
-def first_block_bytes(kvstored):
-    """Some bytes of a block that lies in the pool."""
+def names_in(kvstored):
+    """The keys of all blocks that it has."""
     from kvstored.v1 import admin_pb2
     from tests.conformance.grpc_door import GrpcClient
 
     with GrpcClient(str(kvstored.dir / "grpc.sock")) as door:
-        names = [bytes(block.key) for block in door.admin.List(admin_pb2.ListRequest()).blocks]
+        return [bytes(block.key) for block in door.admin.List(admin_pb2.ListRequest()).blocks]
+
+
+def first_block_bytes(kvstored, but=()):
+    """Some bytes of a block that lies in the pool, under none of those keys."""
+    names = [name for name in names_in(kvstored) if name not in but]
     with kvstored.connect().get(names) as blocks:
         return next(block for block in blocks if block is not None).layer(0).tobytes()[:64]  # no mark

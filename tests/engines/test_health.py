@@ -8,6 +8,7 @@ Method: the classes alone, with a client that is told what to be, one in the pro
 """
 
 import itertools
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -64,6 +65,37 @@ def test_what_fails_at_every_step_is_said_once():
     assert health.away and health.failures_total == 5
     health.look()
     assert len(lines) == 2 and "is back" in lines[1]
+
+
+def test_an_engines_own_figures_say_it(monkeypatch):
+    """One pair a process, which prometheus_client would refuse a second time."""
+    made_of, now = [], {}
+
+    class Figure:
+        def __init__(self, name, says, multiprocess_mode=None):
+            assert name not in made_of, "it is registered already"
+            made_of.append(name)
+            self._name, now[name] = name, 0
+
+        def set(self, value):
+            now[self._name] = value
+
+        def inc(self):
+            now[self._name] += 1
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Gauge=Figure, Counter=Figure))
+    client, logger = SimpleNamespace(degraded=False), SimpleNamespace(warning=lambda *_: None)
+    Health(client, logger, "test")
+    health, heard = Health(client, logger, "test"), []
+    for fails in (False, True, False, False):
+        if fails:
+            health.failed("a load", "for once")
+        else:
+            health.look()
+        heard.append((now["test:kvstored_degraded"], now["test:kvstored_failures"]))
+    assert heard == [(0, 0), (1, 1), (1, 1), (0, 1)]
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    Health(client, logger, "an engine without").failed("a load", "for once")
 
 
 def test_what_is_over_does_not_come_back():

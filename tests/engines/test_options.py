@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvclient.errors import InvalidArgument
-from kvclient.integrations.options import MAX_COUNT, MAX_SECONDS, with_defaults
+from kvclient.errors import InvalidArgument, Unavailable
+from kvclient.integrations.options import MAX_COUNT, MAX_SECONDS, connected, with_defaults
 from tests.conftest import ROOT
 
 DEFAULTS = {"wait_s": 2.0, "max_held": 16, "enable_kv_events": False, "dir": None, "model_path": ""}
@@ -42,6 +42,18 @@ def test_what_is_right_is_taken():
     assert "of_the_engine" not in taken and with_defaults({"wait_s": 0}, DEFAULTS, "here")["wait_s"] == 0
     with pytest.raises(InvalidArgument, match="wiat_s"):
         with_defaults({"wiat_s": 1}, DEFAULTS, "here")
+
+
+def test_a_directory_where_no_daemon_can_be_ends_the_start(tmp_path):
+    """One that is not there yet may come."""
+    (tmp_path / "file").touch()
+    chosen = {"namespace": "default", "timeout_s": 0.5}
+    for wrong in (tmp_path / "file", tmp_path / "file" / "kvstored"):
+        with pytest.raises(Unavailable, match=f"{tmp_path}/file is no directory") as raised:
+            connected({"dir": str(wrong), **chosen})
+        assert isinstance(raised.value, OSError)
+    with connected({"dir": str(tmp_path / "later" / "kvstored"), **chosen}) as client:
+        assert client.degraded
 
 
 def test_a_json_nan_is_one():

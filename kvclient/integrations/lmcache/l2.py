@@ -76,7 +76,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         options = with_defaults(params, OPTIONS, "adapter_params")
         self._identities = Identities(options["model_identity"], options["model_path"])
         self._client = connected(options)
-        self._health = Health(self._client, log)
+        self._health = Health(self._client, log, "lmcache")
         self._objects = Objects(self._client, self._health, float(options["wait_s"]))
         self._locks = Leases(float(options["lock_s"]), MAX_LOCKED)
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-l2")

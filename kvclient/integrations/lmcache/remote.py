@@ -55,7 +55,7 @@ class KvstoredRemoteConnector(RemoteConnector):
         self._identities = Identities(options["model_identity"], options["model_path"])
         self._loop, self._memory = loop, local_cpu_backend
         self._client = connected(options)
-        self._health = Health(self._client, log)
+        self._health = Health(self._client, log, "lmcache")
         fetch_wait_s = float(options["fetch_wait_s"])
         self._peers = fetch_wait_s > 0
         self._there = (RESIDENT, ON_DISK, ON_PEERS) if self._peers else (RESIDENT, ON_DISK)

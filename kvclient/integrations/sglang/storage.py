@@ -79,7 +79,7 @@ class KvstoredHiCache(HiCacheStorage):
         self.served = {"weights": weights_of(self.options), "engine": engine_of(self.options)}
         self._updates, self._outdated = updates(), False
         self._client = connected(self.options)
-        self._health = Health(self._client, log)
+        self._health = Health(self._client, log, "sglang" if storage_config.enable_storage_metrics else "")
         self.pages = Pages(self._client, self._health, float(self.options["wait_s"]))
         self._fetch_wait_s = float(self.options["fetch_wait_s"])
         self._leases = Leases(float(self.options["lease_s"]), MAX_LEASED)

@@ -59,7 +59,7 @@ class KvstoredScheduler(KvCacheConnectorScheduler):
         super().__init__(llm_args)
         self._common = common(llm_args)
         self._client = connected(self._common.options)
-        self._health = Health(self._client, log)
+        self._health = Health(self._client, log, "trtllm")
         self._name = engine_name(self._common.identity)
         self._words = [word_name(self._name, rank) for rank in range(self._common.ranks)]
         self._leases = Leases(float(self._common.options["lease_s"]), MAX_HELD)

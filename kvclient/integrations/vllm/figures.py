@@ -9,10 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
 
 from kvclient.integrations.health import Health
 
 DEGRADED, FAILURES = "degraded", "failures"
+GAUGE, GAUGE_SAYS = "vllm:kvstored_degraded", "1 while the engine goes on without kvstored."
+COUNTER, COUNTER_SAYS = "vllm:kvstored_failures", "Calls of the store that failed and became misses."
 
 
 class KvstoredStats(KVConnectorStats):
@@ -50,19 +58,28 @@ class Reporter:
         return KvstoredStats({DEGRADED: now[0], FAILURES: failures})
 
 
+def offload_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Both figures, as vLLM's OffloadingConnector wants to be told of them."""
+    return {GAUGE: OffloadingGaugeMetadata(GAUGE_SAYS), COUNTER: OffloadingCounterMetadata(COUNTER_SAYS)}
+
+
+def offload_stats(reporter: Reporter) -> OffloadingConnectorStats | None:
+    """What is new, for that connector."""
+    if (new := reporter.take()) is None:
+        return None
+    stats = OffloadingConnectorStats()
+    stats.set_gauge(GAUGE, new.data[DEGRADED])
+    stats.increase_counter(COUNTER, new.data[FAILURES])
+    return stats
+
+
 class KvstoredPromMetrics(KVConnectorPromMetrics):
     """vllm:kvstored_degraded and vllm:kvstored_failures_total, by engine."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
-        degraded = self._gauge_cls(
-            name="vllm:kvstored_degraded", documentation="1 while the engine goes on without kvstored.",
-            labelnames=labelnames,
-        )  # fmt: skip
-        failures = self._counter_cls(
-            name="vllm:kvstored_failures", documentation="Calls of the store that failed and became misses.",
-            labelnames=labelnames,
-        )  # fmt: skip
+        degraded = self._gauge_cls(name=GAUGE, documentation=GAUGE_SAYS, labelnames=labelnames)
+        failures = self._counter_cls(name=COUNTER, documentation=COUNTER_SAYS, labelnames=labelnames)
         self._degraded = {engine: degraded.labels(*values) for engine, values in per_engine.items()}
         self._failures = {engine: failures.labels(*values) for engine, values in per_engine.items()}
 

@@ -212,7 +212,12 @@ class Scheduling:
                 self._with_old_kv.discard(req_id)
             if new_ids is not None:
                 running.block_ids.extend(new_ids[0])
-            self._add(step, output, req_id, cached.num_computed_tokens[i], first=resumed)
+            computed = cached.num_computed_tokens[i]
+            before = computed // self._block_tokens
+            behind = (computed + output.num_scheduled_tokens[req_id]) // self._block_tokens
+            if before == behind <= running.saved and not resumed and not self._promised:
+                continue  # no block ends in this step, as in nearly each
+            self._add(step, output, req_id, computed, first=resumed)
         self._promised.clear()
         self._number(step)
         if self._health.away:  # of what failed here: the workers say when the daemon goes

@@ -30,6 +30,7 @@ from kvclient.integrations.vllm.identity import of_rank
 ANSWER = "ANSWER "
 FAULT = os.environ.get("KVSTORED_TEST_FAULT", "")
 HERE = "tests.engines.vllm.vllm_process"
+TIER_ON_CPU = "tests.engines.vllm.offloading.vllm_tier_on_cpu"
 ARMED = {}  # a command's
 AT_LAYER = 2
 
@@ -162,6 +163,16 @@ def engine(options):
                 "spec_name": "FaultySpec" if FAULT else "KvstoredOffloadingSpec",
                 "spec_module_path": HERE if FAULT else "kvclient.integrations.vllm",
                 "offload_prompt_only": False, "kvstored": options["spec"], **options.get("offload", {}),
+            },
+        }  # fmt: skip
+    if options.get("tier"):
+        lower = {"type": "KvstoredTier", "module_path": "kvclient.integrations.vllm", **options["tier"]}
+        transfer = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TierOnCpu", "spec_module_path": TIER_ON_CPU, "cpu_bytes_to_use": 32 << 20,
+                "offload_prompt_only": False, "secondary_tiers": [lower], **options.get("offload", {}),
             },
         }  # fmt: skip
     return LLM(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     Medium,
@@ -29,6 +30,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.pages import MISSING
+from kvclient.integrations.vllm.figures import Reporter, offload_stats
 from kvclient.integrations.vllm.identity import each_of_rank
 from kvclient.integrations.vllm.offload.claims import Claims
 from kvclient.integrations.vllm.offload.held import Held, Pins, RequestState
@@ -66,6 +68,10 @@ class KvstoredManager(Lookups):
         self._fetches = ThreadPoolExecutor(FETCHES, "kvstored-fetch")
         self._events: list[OffloadingEvent] | None = [] if events else None
         self._told: Watched[OffloadKey] = Watched()
+        self._reporter = Reporter(self._health)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return offload_stats(self._reporter)
 
     # ---------------------------------------------------------------- pins
 

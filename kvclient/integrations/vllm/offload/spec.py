@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvclient.integrations.marks import word_name
 from kvclient.integrations.options import connected, with_defaults
+from kvclient.integrations.vllm.figures import offload_definitions
 from kvclient.integrations.vllm.offload.naming import OffloadNames, engine_config
 from kvclient.integrations.vllm.offload.scheduling import KvstoredManager
 from kvclient.integrations.vllm.offload.worker import KvstoredWorker
@@ -41,6 +48,10 @@ class KvstoredOffloadingSpec(OffloadingSpec):
         self._options = with_defaults(extra, OPTIONS, 'kv_connector_extra_config["kvstored"]')
         self._engine = engine_config()
         self._manager: OffloadingManager | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return offload_definitions()
 
     def _connect(self) -> Any:
         return connected(self._options)

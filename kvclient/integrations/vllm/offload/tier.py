@@ -19,11 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
+    OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -37,7 +39,8 @@ from kvclient.integrations.leases import Leases
 from kvclient.integrations.options import connected, with_defaults
 from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT, Pages
 from kvclient.integrations.self_test import Tried
-from kvclient.integrations.vllm.offload.naming import OffloadNames, Resets, engine_config
+from kvclient.integrations.vllm.figures import Reporter, offload_definitions, offload_stats
+from kvclient.integrations.vllm.offload.naming import GROUP_BYTES, OffloadNames, Resets, engine_config
 from kvclient.integrations.watched import Watched
 
 log = logging.getLogger("vllm.kvstored")
@@ -50,7 +53,7 @@ OPTIONS = {
     "model_version": "",  # weights that were changed in place
     "weights_digest": "",  # instead of reading the checkpoint
     "enable_kv_events": False,
-    "locality": "LOCAL",
+    "locality": None,  # "LOCAL" or "REMOTE", for vLLM's events and a request's kv_load_tiers
 }
 THREADS = 4
 FETCHES = 4  # requests for which other hosts are asked at a time
@@ -97,13 +100,14 @@ class KvstoredTier(SecondaryTierManager):
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, self._heard(backpressure_detector))
         options = with_defaults(more, OPTIONS, f"secondary tier {tier_type}")
-        self.locality = Locality(options["locality"])
+        self.locality = None if options["locality"] is None else Locality(options["locality"])
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         config = offloading_spec.config
         form = f"primary tier's rows of {self._rows.shape[1]} bytes"
         self._names = OffloadNames(config, engine_config(), options, form, whole_rows=True)
         self._client = connected(options)
         self._health = Health(self._client, log)
+        self._reporter = Reporter(self._health)
         self._pages = Pages(self._client, self._health, float(options["wait_s"]))
         self._layout_id = self._pages.format([self._rows.shape[1]])
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-tier")
@@ -121,6 +125,13 @@ class KvstoredTier(SecondaryTierManager):
         if options["enable_kv_events"] and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         self._try_one_row()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return offload_definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return offload_stats(self._reporter)
 
     def _try_one_row(self) -> None:
         """Stores, finds, loads and compares the last row, which nobody uses yet."""
@@ -170,6 +181,7 @@ class KvstoredTier(SecondaryTierManager):
                 sought.new = set()
                 coming = self._fetches.submit(self._bring, self._names.whole(new))
                 sought.asked.update(dict.fromkeys(new, coming))
+        self._health.look()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._resets.finished(req_context.req_id)
@@ -243,22 +255,33 @@ class KvstoredTier(SecondaryTierManager):
             self._health.failed("a job", error)
             log.exception("kvstored: a job failed")
             done = []
-        everything = len(done) == len(job.keys)
+        bad = set(job.keys).difference(done)
+        if job.is_promotion and bad:
+            done = self._gives_up(job, bad)
         result = JobResult(
-            job.job_id, everything, done if job.is_promotion and not everything else None,
+            job.job_id, not bad, (done or None) if job.is_promotion and bad else None,
             time.monotonic() - start, len(done) * self._rows.shape[1],
         )  # fmt: skip
         with self._lock:
-            if job.is_promotion and not everything:
-                now = time.monotonic()
-                until = now + FORGET_FAILURE_S
-                self._failed = {key: at for key, at in self._failed.items() if at > now}
-                self._failed.update(dict.fromkeys(set(job.keys).difference(done), until))
             if not job.is_promotion and done and self._events is not None:
                 self._events.append(OffloadingEvent(done, self.medium, False, self.locality, self.tier_type))
                 for name, key in zip(self._names.whole(done), done, strict=True):
                     self._told.add(name, key)
             self._finished.append(result)
+
+    def _gives_up(self, job: TransferJob, bad: set[OffloadKey]) -> list[OffloadKey]:
+        """What is left of a load, as vLLM's file tier has it: of each group what lies before its first bad
+        one. A prefix has no use for more, and vLLM's memory is not held for it."""
+        ended, done, failed = set[bytes](), [], []
+        for key in job.keys:
+            if key in bad:
+                ended.add(key[-GROUP_BYTES:])
+            (failed if key[-GROUP_BYTES:] in ended else done).append(key)
+        now = time.monotonic()
+        with self._lock:
+            self._failed = {key: at for key, at in self._failed.items() if at > now}
+            self._failed.update(dict.fromkeys(failed, now + FORGET_FAILURE_S))
+        return done
 
     def _buffers(self, job: TransferJob) -> tuple[list[OffloadKey], list[list[np.ndarray]]]:
         pairs = [

@@ -39,6 +39,7 @@ from kvclient.integrations.tensor_pages import TensorPages
 from kvclient.integrations.vllm.offload import lookups
 from kvclient.integrations.vllm.offload.naming import OffloadNames
 from kvclient.integrations.vllm.offload.scheduling import StoredBlocks, log
+from kvclient.integrations.vllm.offload.spec import KvstoredOffloadingSpec
 from kvclient.integrations.vllm.offload.worker import KvstoredWorker
 from tests.engines.pool_bytes import take_all
 from tests.engines.vllm.offloading.vllm_spec_parts import (
@@ -342,6 +343,23 @@ def a_store_that_takes_nothing_ends_no_start_of_a_worker():
                 raise AssertionError("a block that does not come back was taken")
 
 
+def its_figures_are_vllms():
+    """Told when they change, and at each step without a store; the names are those it defined."""
+    asked, heard = manager(names()), []
+    for fails in (False, True, False, False):
+        if fails:
+            asked._health.failed("a look-up", "for once")
+        else:
+            step(asked)
+        heard.append(asked.get_stats())
+    first, failed, going_on, back = [stats and stats.reduce() for stats in heard]
+    assert set(first) == set(KvstoredOffloadingSpec.build_metric_definitions({}))
+    figures = [tuple(said[name] for name in sorted(said)) for said in (first, failed, going_on, back)]
+    assert figures == [(0, 0), (1, 1), (1, 0), (0, 0)], figures
+    assert asked.get_stats() is None, "a healthy store costs no message"
+    asked.shutdown()
+
+
 what_differs_in_one_thing_misses()
 a_store_that_takes_nothing_ends_no_start_of_a_worker()
 what_another_engine_computes_is_waited_for_and_computed_once()
@@ -350,5 +368,6 @@ what_waits_to_be_brought_does_not_hold_up_the_end()
 what_was_computed_before_a_reset_is_not_stored_behind_it()
 what_was_being_loaded_at_a_reset_is_found_and_held_no_more()
 an_engines_weights_are_those_of_its_revision()
+its_figures_are_vllms()
 what_has_gone_is_told_and_missed()
 print("PASSED", flush=True)

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 ROWS, ROW = 8, 3000
 CONTEXT = ReqContext(req_id="r")
+NAMED = {"type": "KvstoredTier", "module_path": "kvclient.integrations.vllm"}  # to vLLM's factory
 PARALLEL = {
     "rank": 0, "world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1,
     "data_parallel_index": 0, "data_parallel_size": 1, "data_parallel_rank_local": None,
@@ -36,8 +37,7 @@ def tier(directory, parallel=None, dtype="float32", **options):
     spec = SimpleNamespace(config=config, kv_events_config=OffloadingKVEventsConfig(True, False))
     memory = np.zeros((ROWS, ROW), np.int8)
     made = SecondaryTierFactory.create_secondary_tier(
-        {"type": "KvstoredTier", "module_path": "kvclient.integrations.vllm", "dir": directory,
-         "weights_digest": "w1", "timeout_s": 0.5, "wait_s": 0.5, **options},
+        {**NAMED, "dir": directory, "weights_digest": "w1", "timeout_s": 0.5, "wait_s": 0.5, **options},
         memoryview(memory), spec,
     )  # fmt: skip
     return made, memory

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import kvclient
 from kvclient.integrations.pages import Pages
@@ -132,6 +133,12 @@ def a_store_that_takes_nothing_ends_no_start():
         storage.shutdown()
 
 
+def degraded(storage):
+    said = storage.get_stats().reduce()
+    assert set(said) == set(storage.build_metric_definitions({}))
+    return said["vllm:kvstored_degraded"]
+
+
 def primary(memory):
     """Of vLLM's first tier what its manager asks for when nothing is in it."""
     return SimpleNamespace(
@@ -176,15 +183,26 @@ assert found(storage, [make_offload_key(b"short", 0)]) == [False]  # a hash that
 need("flip " + memory[5].tobytes()[:64].hex())
 fresh, target = tier()
 loaded = job(fresh, names[:3], [0, 1, 2], True)
-assert list(loaded.successful_keys) == [names[0], names[2]] and not target[1].any()
+assert list(loaded.successful_keys) == names[:1] and not target[1].any()
+assert found(fresh, names[:3]) == [True, False, False]
+other_group = [make_offload_key(key[:-4], 1) for key in names[:3]]
+assert job(other, other_group, [0, 2, 4], False).success
+loaded = job(fresh, [names[1], other_group[0], names[2], other_group[1]], [0, 1, 2, 3], True)
+assert list(loaded.successful_keys) == other_group[:2], "each group for itself"
+assert job(fresh, [names[1], names[2]], [0, 1], True).successful_keys is None
 told, gone = storage.take_events()
 assert list(told.keys) == names[4:] and (gone.keys, gone.removed) == ([names[1]], True), (told, gone)
 assert not list(storage.take_events()), "what is gone is told once"
+figures = set(fresh.build_metric_definitions({}))
+assert figures < set(TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [rows.NAMED]}))
+assert degraded(fresh) == 0 and fresh.get_stats() is None
 need("kill")
 gone = job(fresh, keys(50, 2), [0, 1], False)
 assert not gone.success and gone.successful_keys is None
+assert degraded(fresh) == 1
 need("start")
 stored_until_it_works(fresh, keys(50, 2), [0, 1])  # it takes the new daemon up
+assert degraded(fresh) == 0
 a_prefiller_that_is_killed_leaves_what_it_stored()
 behind_a_reset_it_begins_anew()
 for made in (storage, other, fresh):
