@@ -1,15 +1,13 @@
 /* The one contract of all kernel libraries (native/cpu, native/cuda): plain C, raw pointers, no torch, no exceptions.
  *
- * Owns the argument structs and what they mean. Never allocates for the caller and never keeps a pointer after a call
- * returned (CUDA: after the work queued on `stream` ended). Invariant: a struct begins with its own size and the version of
- * this contract; a library refuses what it does not know, with a sentence, before it touches any memory.
+ * Owns the argument structs and what they mean. Never allocates for the caller and never keeps a pointer after a call returned
+ * (CUDA: after the work queued on `stream` ended). Invariant: a struct begins with its own size and the version of this contract;
+ * a library refuses what it does not know, with a sentence, before it touches any memory.
  *
  * Strides are in bytes, positions in tokens. Counts of heads, rows and tokens are at most 2^31 - 1, so that negative ones are
  * refused. Along the head dimension elements are contiguous, everywhere.
  *
- * Every function returns KVK_OK or another kvk_status; kvk_last_error() then has a sentence with the values and the limit,
- * of the calling thread.
- */
+ * Every function returns KVK_OK or another kvk_status; kvk_last_error() then has the calling thread's sentence. */
 #ifndef KVK_KERNELS_H
 #define KVK_KERNELS_H
 
@@ -31,9 +29,9 @@ enum kvk_status {
   KVK_DEVICE = 5       /* CUDA refused; the text is its own */
 };
 
-/* How elements of K and V are held. Quantised: asymmetric, x = code * scale + zero, scale and zero in fp16; codes
- * 0..255 one a byte, or 0..15 two a byte, the even element of a row in the low half (KIVI: K has one scale per channel and
- * group of tokens, V one per token). */
+/* How elements of K and V are held. Quantised: asymmetric, x = code * scale + zero, scale and zero in fp16; codes 0..255 one a
+ * byte, or 0..15 two a byte, the even element of a row in the low half (KIVI: K has one scale per channel and group of tokens,
+ * V one per token). */
 enum kvk_codec { KVK_F32 = 0, KVK_F16 = 1, KVK_BF16 = 2, KVK_INT8 = 3, KVK_INT4 = 4 };
 
 /* Which two elements of a head are turned together: i and i + r/2, or 2i and 2i + 1, of the first r (`rotary_dim`). */
@@ -43,9 +41,8 @@ enum kvk_rope { KVK_ROPE_HALF = 0, KVK_ROPE_INTERLEAVED = 1 };
 #define KVK_MAX_GROUP 128u /* tokens that share a scale of K: 32, 64 or 128 */
 #define KVK_MAX_GQA 128u   /* query heads to one head of K and V */
 
-/* Tokens that lie together: a block of the store or a part of one, or the tail that grows. All pointers are those of the
- * block's first token and head; `first` tokens are passed over, so that a part of a quantised block keeps the groups of
- * the whole. */
+/* Tokens that lie together: a block of the store or a part of one, or the tail that grows. All pointers are those of the block's
+ * first token and head; `first` tokens are passed over, so that a part of a quantised block keeps the groups of the whole. */
 struct kvk_segment {
   const void* k;
   const void* v;
@@ -91,10 +88,9 @@ struct kvk_attention {
   uint32_t causal;                      /* 1: a key is seen by queries of its own and later positions */
   uint32_t window;                      /* a key is seen by queries less than `window` positions behind it; 0: all */
   uint32_t rope, rotary_dim;            /* how `turn` applies; rotary_dim even, at most head_dim */
-  uint32_t
-      threads; /* CPU: at most so many work on it, the caller's among them. CUDA: at most so many stretches of keys; 0 chooses */
-  uint32_t path;   /* kvk_cpu_path, kvk_cuda_path; 0 chooses */
-  void* workspace; /* CUDA: the device's, zeros before its first use; calls that may overlap need one each */
+  uint32_t threads; /* CPU: so many work on it at most, the caller's too. CUDA: so many stretches of keys at most; 0 chooses */
+  uint32_t path;    /* kvk_cpu_path, kvk_cuda_path; 0 chooses */
+  void* workspace;  /* CUDA: the device's, zeros before its first use; calls that may overlap need one each */
   uint64_t workspace_bytes;
   void* stream; /* CUDA; NULL elsewhere */
 };
@@ -345,6 +341,10 @@ KVK_EXPORT uint64_t kvk_layer_in_workspace(const struct kvk_layer_in* args);
 KVK_EXPORT uint64_t kvk_layer_out_workspace(const struct kvk_layer_out* args);
 KVK_EXPORT int kvk_layer_before(const struct kvk_layer_in* args);
 KVK_EXPORT int kvk_layer_behind(const struct kvk_layer_out* args);
+/* `count` layers one behind the other, each before, attention, behind: one query of each of the attention's batch, whose K and V
+ * are written as its tail's last token. A workspace too small for the attention is found out in the first layer. */
+KVK_EXPORT int kvk_layers(const struct kvk_layer_in* before, const struct kvk_attention* attention,
+                          const struct kvk_layer_out* behind, uint32_t count);
 
 /* The transfer path. Streams and events are CUDA's own, as pointers. Registering makes host memory known to the device, at the
  * same address, until it is unregistered; KVK_UNSUPPORTED: not this memory on this device, which a pinned buffer between is

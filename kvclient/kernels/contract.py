@@ -280,6 +280,10 @@ def opened(path: Path, kind: str, functions: dict[str, type[ctypes.Structure]]) 
     if functions is CPU_FUNCTIONS:
         for name, struct in (("kvk_layer_in_workspace", LayerIn), ("kvk_layer_out_workspace", LayerOut)):
             getattr(library, name).restype, getattr(library, name).argtypes = c_uint64, [POINTER(struct)]
+        if not hasattr(library, "kvk_layers"):
+            raise Unsupported(f"the {kind} kernels of this build have no kvk_layers")
+        library.kvk_layers.restype = c_int
+        library.kvk_layers.argtypes = [POINTER(LayerIn), POINTER(Attention), POINTER(LayerOut), c_uint32]
         library.kvk_cpu_lacks.restype, library.kvk_cpu_lacks.argtypes = c_char_p, [c_uint32]
     if functions is CUDA_FUNCTIONS:
         library.kvk_cuda_lacks.restype, library.kvk_cuda_lacks.argtypes = c_char_p, [c_int]

@@ -1,7 +1,9 @@
-// kvk_layer_in and kvk_layer_out: a decoder layer around its attention, of few rows, as a row of calls of this library.
+// kvk_layer_in and kvk_layer_out: a decoder layer around its attention, of few rows, as a row of calls of this library; and
+// kvk_layers: many of them, their attentions between.
 //
 // Owns the order of the calls, the sums, and what lies between them, in the caller's workspace. Never allocates. Invariant: every
 // number is what the calls, one by one, would have given; each checks its own part of the arguments.
+#include <cstring>
 #include <utility>
 
 #include "argument_checks.h"
@@ -246,6 +248,39 @@ int checked(const Args* a, uint64_t wanted) {
   return a->rows == 0 ? KVK_OK : run(*a);
 }
 
+int check_tails(const kvk_layer_in& a, const kvk_attention& attention) {
+  const uint32_t width = attention.kv_heads * attention.head_dim;
+  if (attention.batch != a.rows || attention.query_tokens != 1 || attention.dtype != a.dtype)
+    return fail(KVK_INVALID, "an attention of %u times %u queries, dtype=%u, behind %u rows of %u", attention.batch,
+                attention.query_tokens, attention.dtype, a.rows, a.dtype);
+  if (width != a.key.outputs || width != a.value.outputs || attention.head_dim != a.head_dim)
+    return fail(KVK_INVALID, "kv_heads=%u of %u; K and V have %u and %u", attention.kv_heads, attention.head_dim, a.key.outputs,
+                a.value.outputs);
+  if (attention.sequences == nullptr) return fail(KVK_INVALID, "a null pointer for %u sequences", a.rows);
+  for (uint32_t row = 0; row < a.rows; ++row) {
+    const kvk_segment& tail = attention.sequences[row].tail;
+    if (tail.codec != a.dtype || tail.tokens == 0 || tail.k == nullptr || tail.v == nullptr)
+      return fail(KVK_INVALID, "row %u: a tail of %u tokens, codec=%u; its last is written", row, tail.tokens, tail.codec);
+  }
+  return KVK_OK;
+}
+
+// K and V of each row, as the last token of its tail.
+void append(const kvk_layer_in& a, const kvk_attention& attention) {
+  const uint64_t bytes = uint64_t{a.head_dim} * (a.dtype == KVK_F32 ? 4 : 2);
+  for (uint32_t row = 0; row < a.rows; ++row) {
+    const kvk_segment& tail = attention.sequences[row].tail;
+    const int64_t last = int64_t{tail.first} + tail.tokens - 1;
+    for (uint32_t head = 0; head < attention.kv_heads; ++head) {
+      const uint64_t from = (uint64_t{row} * attention.kv_heads + head) * bytes;
+      char* k = static_cast<char*>(const_cast<void*>(tail.k)) + last * tail.k_token_stride + head * tail.k_head_stride;
+      char* v = static_cast<char*>(const_cast<void*>(tail.v)) + last * tail.v_token_stride + head * tail.v_head_stride;
+      std::memcpy(k, static_cast<const char*>(a.k) + from, bytes);
+      std::memcpy(v, static_cast<const char*>(a.v) + from, bytes);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvk
 
@@ -265,4 +300,17 @@ extern "C" int kvk_layer_before(const kvk_layer_in* args) {
 extern "C" int kvk_layer_behind(const kvk_layer_out* args) {
   if (int status = kvk::check(args)) return status;
   return kvk::checked(args, kvk::OutRoom(*args, nullptr).bytes);
+}
+
+extern "C" int kvk_layers(const kvk_layer_in* before, const kvk_attention* attention, const kvk_layer_out* behind,
+                          uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) {
+    if (int status = kvk_layer_before(&before[i])) return status;
+    if (int status = kvk::check_version(&attention[i])) return status;
+    if (int status = kvk::check_tails(before[i], attention[i])) return status;
+    kvk::append(before[i], attention[i]);
+    if (int status = kvk_attend(&attention[i])) return status;
+    if (int status = kvk_layer_behind(&behind[i])) return status;
+  }
+  return KVK_OK;
 }

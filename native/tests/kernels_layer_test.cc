@@ -169,6 +169,110 @@ TEST(a_rows_bits_are_its_own) {
     }
 }
 
+// Layers around an attention of one query a row, each over a tail of its own.
+struct Stack {
+  static constexpr uint32_t kTokens = 5, kLayers = 3;
+  std::vector<Layer> layers;
+  std::vector<Elements> sides;  // [K, V][rows][tokens][heads][head_dim] of each layer
+  std::vector<kvk_sequence> sequences;
+  std::vector<int64_t> positions;
+  std::vector<char> workspace;
+  std::vector<kvk_layer_in> before;
+  std::vector<kvk_attention> attention;
+  std::vector<kvk_layer_out> behind;
+  Elements flow[2];
+
+  Stack(uint32_t dtype, uint32_t rows)
+      : positions(rows, kTokens - 1), workspace(1 << 20), flow{{dtype, rows * kHidden}, {dtype, rows * kHidden}} {
+    const uint64_t width = dtype == KVK_F32 ? 4 : 2;
+    layers.reserve(kLayers);
+    for (uint32_t i = 0; i < kLayers; ++i) {
+      layers.emplace_back(dtype, rows, false);
+      sides.emplace_back(dtype, uint64_t{2} * rows * kTokens * kKey);
+    }
+    sequences.resize(kLayers * rows);
+    for (uint32_t i = 0; i < kLayers; ++i) {
+      for (uint32_t row = 0; row < rows; ++row) {
+        kvk_segment& tail = sequences[i * rows + row].tail;
+        char* k = static_cast<char*>(sides[i].data()) + row * kTokens * kKey * width;
+        tail.k = k, tail.v = k + rows * kTokens * kKey * width, tail.codec = dtype, tail.tokens = kTokens;
+        tail.k_token_stride = tail.v_token_stride = kKey * width, tail.k_head_stride = tail.v_head_stride = kHeadDim * width;
+      }
+      Layer& layer = layers[i];
+      kvk_attention a{};
+      a.size = sizeof a, a.abi = KVK_ABI, a.batch = rows, a.query_heads = kQuery / kHeadDim, a.kv_heads = kKey / kHeadDim;
+      a.head_dim = kHeadDim, a.query_tokens = 1, a.dtype = dtype, a.q = layer.q.data(), a.out = layer.attended.data();
+      a.q_batch_stride = a.out_batch_stride = kQuery * width, a.q_head_stride = a.out_head_stride = kHeadDim * width;
+      a.q_token_stride = a.out_token_stride = kQuery * width, a.q_position = positions.data(), a.scale = 0.2f, a.causal = 1;
+      a.sequences = sequences.data() + i * rows, a.threads = 1;
+      layer.before.x = layer.behind.residual = flow[i % 2].data(), layer.behind.result = flow[1 - i % 2].data();
+      layer.before.threads = layer.behind.threads = 1;
+      before.push_back(layer.before), attention.push_back(a), behind.push_back(layer.behind);
+    }
+    for (uint32_t i = 0; i < kLayers; ++i) {
+      before[i].workspace = attention[i].workspace = behind[i].workspace = workspace.data();
+      before[i].workspace_bytes = attention[i].workspace_bytes = behind[i].workspace_bytes = workspace.size();
+    }
+  }
+};
+
+TEST(layers_have_the_bits_of_their_calls_one_by_one) {
+  for (uint32_t dtype : {KVK_F32, KVK_BF16})
+    for (uint32_t rows : {1u, 5u}) {
+      Stack stack(dtype, rows);
+      const Elements begun = stack.flow[0];
+      CHECK_EQ(kvk_layers(stack.before.data(), stack.attention.data(), stack.behind.data(), Stack::kLayers), KVK_OK);
+      const Elements answered = stack.flow[1];
+      const std::vector<Elements> kept = stack.sides;
+      stack.flow[0] = begun;
+      const uint64_t bytes = kHeadDim * (dtype == KVK_F32 ? 4 : 2);
+      for (uint32_t i = 0; i < Stack::kLayers; ++i) {
+        Layer& layer = stack.layers[i];
+        stack.before[i].x = stack.behind[i].residual = stack.flow[i % 2].data();
+        stack.behind[i].result = stack.flow[1 - i % 2].data();
+        CHECK_EQ(kvk_layer_before(&stack.before[i]), KVK_OK);
+        for (uint32_t row = 0; row < rows; ++row) {  // of one head
+          const kvk_segment& tail = stack.sequences[i * rows + row].tail;
+          const int64_t last = (Stack::kTokens - 1) * tail.k_token_stride;
+          CHECK(std::memcmp(static_cast<const char*>(tail.k) + last, static_cast<char*>(layer.k.data()) + row * bytes, bytes) ==
+                0);
+          CHECK(std::memcmp(static_cast<const char*>(tail.v) + last, static_cast<char*>(layer.v.data()) + row * bytes, bytes) ==
+                0);
+        }
+        CHECK_EQ(kvk_attend(&stack.attention[i]), KVK_OK);
+        CHECK_EQ(kvk_layer_behind(&stack.behind[i]), KVK_OK);
+      }
+      CHECK(stack.flow[1] == answered && stack.sides == kept);
+    }
+}
+
+TEST(what_does_not_fit_layers_is_refused) {
+  Stack stack(KVK_F32, 2);
+  const auto refused = [&](int status) {
+    CHECK_EQ(kvk_layers(stack.before.data(), stack.attention.data(), stack.behind.data(), Stack::kLayers), status);
+  };
+  const auto wrong = [&](auto& field, auto value, int status) {
+    const auto was = field;
+    field = value;
+    refused(status);
+    field = was;
+  };
+  kvk_attention& attention = stack.attention[0];
+  wrong(attention.batch, 1u, KVK_INVALID);
+  wrong(attention.query_tokens, 2u, KVK_INVALID);
+  wrong(attention.dtype, uint32_t{KVK_BF16}, KVK_INVALID);
+  wrong(attention.kv_heads, 2u, KVK_INVALID);
+  wrong(attention.size, 8u, KVK_INVALID);
+  wrong(attention.sequences, static_cast<const kvk_sequence*>(nullptr), KVK_INVALID);
+  wrong(attention.workspace_bytes, uint64_t{1}, KVK_WORKSPACE);
+  wrong(stack.sequences[1].tail.tokens, 0u, KVK_INVALID);
+  wrong(stack.sequences[1].tail.codec, uint32_t{KVK_INT8}, KVK_INVALID);
+  wrong(stack.sequences[1].tail.k, static_cast<const void*>(nullptr), KVK_INVALID);
+  wrong(stack.before[0].rows, 49u, KVK_INVALID);
+  wrong(stack.behind[0].workspace_bytes, uint64_t{1}, KVK_WORKSPACE);
+  refused(KVK_OK);
+}
+
 TEST(what_does_not_fit_a_layer_is_refused) {
   Layer layer(KVK_F32, 2, false);
   layer.run(KVK_CPU_AUTO, 1);

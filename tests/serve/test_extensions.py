@@ -54,14 +54,14 @@ def test_what_is_written_with_a_time_to_live_is_gone_after_it(tiny, wait_until):
 )
 def test_what_was_reused_stands_in_whole_answers_and_once_near_the_end_of_a_stream(tiny, path, body):
     """A stream that did not ask for usage, and those of responses and messages, told it nowhere."""
-    whole = tiny.post(f"/v1/{path}", body)[2]
-    assert whole["kv_reuse"]["ttft_s"] > 0
+    whole = tiny.post(f"/v1/{path}", {**body, "repair": "none"})[2]
+    assert whole["kv_reuse"]["ttft_s"] > 0 and whole["kv_reuse"]["tier"] == "none"
     text = tiny.text(f"/v1/{path}", {**body, "stream": True})
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     told = [event.get("kv_reuse") or event.get("response", {}).get("kv_reuse") for event in events]
     assert [at for at, reuse in enumerate(told) if reuse] == [len(events) - (2 if path == "messages" else 1)]
     (reuse,) = filter(None, told)
-    assert reuse["reused_tokens"] >= 256 and reuse["ttft_s"] > 0
+    assert reuse["reused_tokens"] >= 256 and reuse["ttft_s"] > 0 and reuse["tier"] == "memory"
 
 
 @pytest.mark.parametrize(

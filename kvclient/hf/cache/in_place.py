@@ -123,21 +123,22 @@ class InPlaceLayer(StoreLayer):
             self.written(self.index, stop - 1, stop, self._storage, self.origin)
         return True
 
-    def append(self, keys: np.ndarray, values: np.ndarray) -> bool:
-        """update() with one token [heads, head_dim] of the one row, for who computes its attention too. False
-        where it takes more than writing them down: then nothing was done.
+    def next_place(self) -> tuple[int, np.ndarray, Any] | None:
+        """Where in its tail the one row's next token is written, that memory [2, 1, heads, tokens, head_dim],
+        and what is attended to then, as C sees it; None: it takes more than writing a token down.
         """
-        at = self._length - self.origin
-        if self._length == self.shape.most_tokens > 0:
-            return False
-        if self._call is None or self.written is not None or at >= self._call[2].shape[3]:
-            return False  # not read yet, or dense; its tokens are told of; no room
-        if not self._reader():
-            return False
-        place = self._call[2][:, 0, :, at]
-        place[0], place[1] = keys, values
+        at, call = self._length - self.origin, self._call
+        if self._length == self.shape.most_tokens > 0 or self.written is not None:
+            return None  # the last may go; its tokens are told of
+        if call is None or at >= call[2].shape[3] or not self._reader():
+            return None  # not read yet, or dense; no room
+        segment, start = call[3][0]
+        segment.tokens = self._length + 1 - start
+        return at, call[2], call[0][0]
+
+    def took(self) -> None:
+        """The token was written at next_place()."""
         self._length += 1
-        return True
 
     def crop(self, count: int) -> None:
         """What is cut from the tail leaves the blocks where they lie."""
@@ -292,14 +293,9 @@ class InPlaceLayer(StoreLayer):
     # ---------------------------------------------------------------- attention
 
     def attend(
-        self,
-        query: torch.Tensor,
-        sinks: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-        window: int,
+        self, query: torch.Tensor, sinks: torch.Tensor | None, scale: float, softcap: float, window: int,
         path: int,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """[B, T, heads, D] of the newest T tokens over all."""
         query = dense.heads_together(query)
         self._told = None

@@ -39,14 +39,18 @@ class RaggedLayer(CacheLayerMixin):
         self._ends = list(accumulate(counts))
         self._held: list[Any] = []
         self.is_initialized = True
+        self.wanted: torch.Tensor | None = None  # of the last layer, the tokens whose logits are, if not all
+        self.ends = False  # of the others nothing is computed behind its attention
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """[tokens of all requests, heads, 1, D]."""
         self._held, arrays = [], (as_array(key_states), as_array(value_states))
         self._heads = key_states.shape[1]
         for layer, count, end in zip(self._layers, self._counts, self._ends, strict=True):
-            newest = (states[end - 1, :, 0] for states in arrays)
-            if count == 1 and type(layer) is InPlaceLayer and layer.append(*newest):
+            if count == 1 and type(layer) is InPlaceLayer and (place := layer.next_place()) is not None:
+                at, memory, _ = place
+                memory[0, 0, :, at], memory[1, 0, :, at] = (states[end - 1, :, 0] for states in arrays)
+                layer.took()
                 self._held.append((None, None))
                 continue
             pair = (states[end - count : end].transpose(0, 2) for states in (key_states, value_states))
@@ -54,6 +58,27 @@ class RaggedLayer(CacheLayerMixin):
             forget_pending()  # its attention is computed here, with the others'
             self._held.append((keys, values))
         return give_handle(key_states, self), value_states
+
+    def next_places(self) -> list[tuple[int, Any, Any]] | None:
+        """Of each request, where its one token is written (InPlaceLayer.next_place()); None: one has several,
+        or takes more than that.
+        """
+        places = []
+        for layer, count in zip(self._layers, self._counts, strict=True):
+            if count != 1 or type(layer) is not InPlaceLayer or (place := layer.next_place()) is None:
+                return None
+            places.append(place)
+        return places
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each request, how many tokens it holds."""
+        return [layer.get_seq_length() for layer in self._layers]
+
+    def took(self) -> None:
+        """All were written there."""
+        for layer in self._layers:
+            layer.took()
 
     def takes(self, reason: str | None, causal: bool) -> bool:
         """Always True: there is no other way. Raises RuntimeError for a call that the kernels do not take."""
@@ -148,10 +173,11 @@ def step(
     places = torch.tensor(columns, device=device)
     ends = zip(accumulate(counts), last, strict=True)
     rows = torch.tensor([row for end, count in ends for row in range(end - count, end)], device=device)
-    with torch.no_grad(), stepping(), _head_over(model, rows if len(rows) < len(ids) else None):
+    cache = cache_of([caches[row] for row in order], counts, make)
+    some = cache.layers[-1].wanted = rows if len(rows) < len(ids) else None
+    with torch.no_grad(), stepping(), _head_over(model, some):
         out = type(model).forward(
-            model, input_ids=ids, position_ids=places, use_cache=True, return_dict=True,
-            **passing(cache_of([caches[row] for row in order], counts, make)),
+            model, input_ids=ids, position_ids=places, use_cache=True, return_dict=True, **passing(cache),
         )  # fmt: skip
     logits = out.logits[:, -1]
     parts = (logits if len(logits) == len(rows) else logits[rows]).split(last)
@@ -160,12 +186,18 @@ def step(
 
 @contextlib.contextmanager
 def _head_over(model: torch.nn.Module, rows: torch.Tensor | None) -> Iterator[None]:
-    """Within it, the model's head sees these rows only: it is a tenth of the work, and a prompt wants one."""
+    """Within it, the model's head sees these rows only: it is a tenth of the work, and a prompt wants one.
+    The last layer may have left out the others.
+    """
     head = model.get_output_embeddings()
     if rows is None or head is None:
         yield
         return
-    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][rows], *inputs[1:]))
+
+    def some(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return inputs if len(inputs[0]) == len(rows) else (inputs[0][rows], *inputs[1:])
+
+    hook = head.register_forward_pre_hook(some)
     try:
         yield
     finally:

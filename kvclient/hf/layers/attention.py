@@ -75,9 +75,10 @@ class Attends:
         return fits_out and all(_is_of_heads(norm, hidden, heads) for norm in self.norms)
 
     def __call__(
-        self, hidden: torch.Tensor, angles: Any, mask: torch.Tensor | None, cache: Any, told: dict[str, Any]
-    ) -> tuple[torch.Tensor, Any]:
-        """What its class answers, of what takes() said yes to."""
+        self, hidden: torch.Tensor, angles: Any, mask: torch.Tensor | None, cache: Any, told: dict[str, Any],
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        """What its class answers, of what takes() said yes to; wanted: of these of hidden's batch only."""
         module, heads, shape = self.module, self.module.head_dim, hidden.shape[:-1]
         query, key, value = (
             calls.multiply(hidden, held["weight"], held.get("bias")) for held in self.products[:3]
@@ -92,7 +93,7 @@ class Attends:
             calls.turn(query, key, cos, sin)
         sides = (side.view(split).transpose(1, 2) for side in (query, key, value))
         out, weights = self.attend(*sides, mask, cache, told)
-        held = self.products[3]
+        out, held = out if wanted is None else out[wanted], self.products[3]
         if not takes_product(out, held["weight"], held.get("bias")):
             return module.o_proj(out), weights
         return calls.multiply(out, held["weight"], held.get("bias")), weights

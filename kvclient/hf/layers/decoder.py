@@ -77,8 +77,19 @@ class Layer:
 
     def many(self, hidden: torch.Tensor, angles: Any, mask: Any, cache: Any, told: dict[str, Any]) -> Any:
         """The same of more rows, hidden [batch, tokens, hidden], to which takes_many() said yes."""
-        out, _ = self.attends(normed(hidden, self.module.input_layernorm), angles, mask, cache, told)
-        return self._apart(hidden, out)
+        wanted = self._wanted(cache)
+        rows = normed(hidden, self.module.input_layernorm)
+        out, _ = self.attends(rows, angles, mask, cache, told, wanted)
+        return self._apart(hidden if wanted is None else hidden[wanted], out)
+
+    def _wanted(self, cache: Any) -> torch.Tensor | None:
+        """Of the last layer of a step of kvclient.hf.cache.ragged, of whom something is answered; None: of
+        all.
+        """
+        layers = getattr(cache, "layers", ())
+        if not layers or self.attends.module.layer_idx != len(layers) - 1:
+            return None
+        return layers[-1].wanted if getattr(layers[-1], "ends", False) else None
 
     def _apart(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """From the first sum on, each part by itself."""

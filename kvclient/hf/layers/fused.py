@@ -206,13 +206,22 @@ class Fused:
 
     def run_before(self, before: Any, threads: int) -> None:
         """The first call, of a struct that has its places and rows."""
-        attention = self._attends.module
-        before.threads, before.epsilon = threads, self._module.input_layernorm.variance_epsilon
-        if self._attends.kind.norms:
-            before.query_epsilon = attention.q_norm.variance_epsilon
-            before.key_epsilon = attention.k_norm.variance_epsilon
+        before.threads = threads
+        self.told(before)
         library = contract.cpu()
         _run(before, library.kvk_layer_before, library.kvk_layer_in_workspace)
+
+    def told(self, before: Any = None, behind: Any = None) -> None:
+        """Tells the structs what the modules say now of their norms."""
+        if behind is not None:
+            behind.epsilon = self._module.post_attention_layernorm.variance_epsilon
+        if before is None:
+            return
+        before.epsilon = self._module.input_layernorm.variance_epsilon
+        if self._attends.kind.norms:
+            attention = self._attends.module
+            before.query_epsilon = attention.q_norm.variance_epsilon
+            before.key_epsilon = attention.k_norm.variance_epsilon
 
     def rest(
         self, behind: Any, hidden: torch.Tensor, attended: torch.Tensor, factor: float, rows: int
@@ -227,7 +236,8 @@ class Fused:
 
     def run_behind(self, behind: Any, threads: int) -> None:
         """The second call, of a struct that has its places, rows and factor."""
-        behind.threads, behind.epsilon = threads, self._module.post_attention_layernorm.variance_epsilon
+        behind.threads = threads
+        self.told(None, behind)
         library = contract.cpu()
         _run(behind, library.kvk_layer_behind, library.kvk_layer_out_workspace)
 

@@ -1,19 +1,21 @@
-"""Answers that have ended: kept in the store, and then said to have ended.
+"""Answers that have ended: kept in the store, and then said to have ended; and of those that go on each block
+that is full.
 
-Owns that order, and what keeping an answer means. Never computes, and delays no token: its owner calls
-settle() behind a step, whose tokens are all told by then. Invariant: whoever heard a Done finds the answer's
+Owns that order, and what keeping an answer means. Never computes, and delays no token of a step: its owner
+calls settle() behind it, when all are told. Invariant: whoever heard a Done finds the answer's
 whole blocks and its tail in the store, at any server of it, if there is a store that takes them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvclient.hf.attachment.attach import Attachment
 from kvclient.hf.attachment.publish import keeps_of
 from kvclient.serve.engine.job import Done, Job
 from kvclient.serve.engine.joining import Asked
+from kvclient.serve.scheduler import Entry
 
 
 class Endings:
@@ -29,19 +31,27 @@ class Endings:
         """It has said its last token. Its cache is needed until settle()."""
         self._ended.append((job, event))
 
-    def settle(self) -> None:
-        """Keeps what has ended and tells so, one after the other."""
+    def settle(self, running: Sequence[Entry] = ()) -> None:
+        """Keeps what has ended and tells so, one after the other; then what the others have filled."""
         for job, event in self._ended:
             self.publish(job)
             job.cache = None
             self._tell(job, event)
         self._ended.clear()
+        size = self._kv.chunker.most
+        for job in (entry.job for entry in running if entry.job.entry is entry):
+            job.kept = len(job.prompt) // size if job.kept is None else job.kept
+            if (full := (len(job.prompt) + len(job.tokens) - 1) // size) > job.kept:
+                job.kept = full
+                self.publish(job, goes_on=True)
 
-    def publish(self, job: Job) -> None:
+    def publish(self, job: Job, goes_on: bool = False) -> None:
         """Its answer's blocks, so that the next turn of its conversation finds them: also of one whose client
-        left, for what it saw comes back.
+        left, for what it saw comes back. goes_on: whole ones, where blocks are all that is kept of a text.
         """
         if job.cache is None or not (job.write and job.exact and len(job.tokens) > 1):
+            return
+        if goes_on and job.windowing is not None:
             return
         text = job.said[:-1]  # the newest has no KV yet
         try:
@@ -51,7 +61,9 @@ class Endings:
                 return
             if not keeps_of(job.cache):  # its prompt's call went without the store
                 return
-            with self._asked(job):
+            with self._asked(job), self._kv.keeping(tails=not goes_on):
+                if goes_on and not self._kv._chosen().plain:
+                    return
                 self._counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache)
         except Exception:  # without a store there is nothing to keep; the answer is whole
             self._counts["publish_failed_total"] += 1

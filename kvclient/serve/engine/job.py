@@ -101,6 +101,7 @@ class Job:
     opened: Opened | None = None  # what its prompt is computed into, between the first piece and the last
     tokens: list[int] = field(default_factory=list)
     pieces: int = 0
+    kept: int | None = None  # blocks of prompt and answer that are in the store; None: those of the prompt
     apart: bool = False  # only generate() can serve its prompt
     exact: bool = True  # nothing of it was computed behind approximate tokens
     first: Prompt | None = None

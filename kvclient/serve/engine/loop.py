@@ -123,7 +123,7 @@ class Loop:
                 self._together(work)
             elif isinstance(work, Decode):
                 self._guarded(work.entries, functools.partial(self._decode, work.entries))
-            self._endings.settle()
+            self._endings.settle(work.entries if isinstance(work, Decode) else ())
         for entry in self._scheduler.entries:
             self._finish(entry.job, Failed(503, "the server is ending"))
 

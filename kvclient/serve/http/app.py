@@ -24,7 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from kvclient.serve.errors import ANTHROPIC, ApiError, unsupported
 from kvclient.serve.http.answers import chat, completions, messages, responses
-from kvclient.serve.http.answers.run import Run, as_events, farthest_tier
+from kvclient.serve.http.answers.run import Run, as_events
 from kvclient.serve.http.asking import Ask, Asking
 from kvclient.serve.http.decisions import DecisionRequest, decision_whole, decisions
 from kvclient.serve.http.figures import prometheus
@@ -276,14 +276,20 @@ async def _answer(
     run = Run(asking, asks, salt)
     if stream and chunks is not None:
         return Streamed(run, as_events(chunks(run), run, request.url.path))
-    await run.whole(request.is_disconnected)
+    await run.whole(gone(request))
     reuse = run.reuse()
     headers = {
         "X-KV-Reused-Tokens": str(reuse.get("reused_tokens", 0)),
-        "X-KV-Tier": farthest_tier(reuse),
+        "X-KV-Tier": reuse.get("tier", "none"),
         "X-KV-TTFT": str(reuse.get("ttft_s") or ""),
     }
     return JSONResponse(whole(run), headers=headers)
+
+
+async def gone(request: Request) -> None:
+    """Until its client is. Of a request whose body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class Streamed(StreamingResponse):

@@ -121,7 +121,9 @@ class Counted(Strict):
 
 
 class MessagesRequest(Counted):
-    """metadata and service_tier change nothing here, and are taken. cache, kv_codec: as in the other APIs."""
+    """metadata and service_tier change nothing here, and are taken. cache, kv_codec, repair: as in the other
+    APIs.
+    """
 
     max_tokens: int = Field(ge=0)  # 0: the prompt is computed, so that its KV is there
     stop_sequences: list[str] = Field([], max_length=MOST_STOPS)
@@ -133,6 +135,7 @@ class MessagesRequest(Counted):
     service_tier: Literal["auto", "standard_only"] | None = None
     cache: CacheOptions = CacheOptions()
     kv_codec: Literal["none", "int8", "int4"] | None = None
+    repair: Literal["none"] | None = None
 
 
 def as_chat(asked: Counted, thinks: bool) -> ChatRequest:
@@ -145,7 +148,7 @@ def as_chat(asked: Counted, thinks: bool) -> ChatRequest:
         more = {
             "max_tokens": asked.max_tokens, "stop": asked.stop_sequences, "stream": asked.stream,
             "temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k,
-            "cache": asked.cache, "kv_codec": asked.kv_codec,
+            "cache": asked.cache, "kv_codec": asked.kv_codec, "repair": asked.repair,
         }  # fmt: skip
     if asked.output_config is not None and asked.output_config.format is not None:
         schema = {"name": "answer", "schema": asked.output_config.format.schema_}

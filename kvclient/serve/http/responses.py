@@ -84,6 +84,7 @@ class ResponsesRequest(Strict):
     metadata: dict[str, str] | None = None
     cache: CacheOptions = CacheOptions()
     kv_codec: Literal["none", "int8", "int4"] | None = None
+    repair: Literal["none"] | None = None
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
@@ -123,4 +124,5 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         temperature=request.temperature, top_p=request.top_p, response_format=shape, tool_choice=choice,
         tools=[{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in request.tools],
         parallel_tool_calls=request.parallel_tool_calls, cache=request.cache, kv_codec=request.kv_codec,
+        repair=request.repair,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Calls of tools in what a model wrote: hermes' and qwen's tags, mistral's list, llama's and plain JSON.
+"""Calls of tools in what a model wrote: hermes' and qwen's tags, mistral's lists and names, llama's JSON,
+tags and Python, qwen's parameters, plain JSON.
 
 Owns the reading, of a text as it grows. Never runs a tool. Invariant: what is no call stays text; a call has
 a name that was offered; the pieces of a text give what the whole gives, wherever they were cut.
@@ -13,14 +14,20 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import Any
 
+from kvclient.serve.http.spellings import PARAMETER, behind, calls_in_python, kinds, valued
+
 TAG, TAG_END = "<tool_call>", "</tool_call>"
 LISTED = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
-ANYWHERE, AT_START = (TAG, LISTED), (LLAMA, "{", "[")
+FUNCTION, FUNCTION_END = "<function=", "</function>"  # llama's, and qwen's within its tag
+ANYWHERE, AT_START = (TAG, LISTED, FUNCTION), (LLAMA, "{", "[")
 WHITE = r"[ \t\n\r]*"  # in JSON
 TYPED = f'("type"{WHITE}:{WHITE}"function"{WHITE},{WHITE})?'  # llama's begin so
 NAME = rf'\{{{WHITE}(?:{TYPED})"name"{WHITE}:{WHITE}"(?P<name>[^"\\]+)"{WHITE},'
 HEAD = re.compile(rf'{NAME}{WHITE}"(?:arguments|parameters)"{WHITE}:{WHITE}(?=\{{)')
+IDENT, ARGS = "[CALL_ID]", "[ARGS]"  # between the name and the arguments of mistral's
+WORD = re.compile(r"[a-zA-Z0-9_.-]{0,64}")
+MOST_PYTHON, MOST_TRIES = 16 << 10, 64  # characters of calls in Python, and brackets at which they may end
 FORCED = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\S)')
 
 
@@ -113,6 +120,7 @@ class SpokenCalls:
         self._started = False  # something but white space was met
         self._mark, self._listed = "", False
         self._object, self._start = Value(0), 0
+        self._tries = self._tried = 0  # of a list in Python: brackets, and the letters up to the last
         self._arguments: Value | None = None
 
     def add(self, text: str, ended: bool = False) -> list[dict[str, Any]]:
@@ -157,7 +165,17 @@ class SpokenCalls:
         if next_one == "[" and self._mark == LISTED and not self._listed:
             self._listed, self._at = True, self._at + 1
             return True
-        if next_one == "{":
+        rest = self._held[self._at :]
+        if self._mark == TAG and rest and (rest.startswith(FUNCTION) or FUNCTION.startswith(rest)):
+            if not rest.startswith(FUNCTION):
+                return self._no_call(out, self._at) if ended else False
+            self._mark, self._at = FUNCTION, self._at + len(FUNCTION)
+            return True
+        if self._mark in (LISTED, FUNCTION) and not self._listed and next_one not in ("", "{", "["):
+            return self._named(out, ended)
+        if self._mark == "[" and self._listed and next_one.isidentifier():
+            return self._python(out, ended)
+        if next_one == "{" and self._mark != FUNCTION:
             self._object, self._start, self._arguments = Value(self._at), self._at, None
             self._reads = self._call_itself
             return True
@@ -187,17 +205,75 @@ class SpokenCalls:
         self._held, self._at, self._reads = self._held[end:], 0, self._closing
         return True
 
+    def _named(self, out: list[dict[str, Any]], ended: bool) -> bool:
+        """Behind a mark: a name, and then its arguments as an object, or as parameters. What is decided hangs
+        on the letters up to where it is, and on none behind.
+        """
+        name = WORD.match(self._held, self._at)
+        assert name is not None
+        between = ((">", ""),) if self._mark == FUNCTION else ((IDENT, r"\w{1,64}"), (ARGS, ""))
+        at = behind(self._held, name.end(), between, self._mark == FUNCTION)
+        if at is None and not ended and name[0]:
+            return False
+        known = at is not None and name[0] in self._offered and name[0] not in self._strict
+        if not known or at is None:
+            return self._no_call(out, self._at)
+        if self._held[at] == "<" and self._mark == FUNCTION:
+            return self._parameters(out, name[0], at, ended)
+        if self._held[at] != "{":
+            return self._no_call(out, self._at)
+        self._object, self._arguments, self._start, self._at = Value(at), Value(at), at, at
+        self._tell(out, _spelled(name[0], ""))
+        self._reads = self._call_itself
+        return True
+
+    def _parameters(self, out: list[dict[str, Any]], name: str, start: int, ended: bool) -> bool:
+        """Of qwen's, each in tags of its own: told when all are there."""
+        if (end := self._held.find(FUNCTION_END, start)) < 0:
+            return self._no_call(out, self._at) if ended else False
+        types = kinds(self._offered, name)
+        told = {key: valued(text, types.get(key)) for key, text in PARAMETER.findall(self._held, start, end)}
+        self._tell(out, _spelled(name, json.dumps(told)))
+        self._held, self._at, self._reads = self._held[end:], 0, self._closing
+        return True
+
+    def _python(self, out: list[dict[str, Any]], ended: bool) -> bool:
+        """Llama's [name(key=value)], told when its list is whole: at one of its brackets."""
+        start, name = self._at, WORD.match(self._held, self._at)
+        assert name is not None
+        if name.end() == len(self._held) and not ended:
+            return False
+        called = self._held.startswith("(", name.end()) and name[0] in self._offered
+        while called and self._tries < MOST_TRIES and (end := self._held.find("]", self._tried)) >= 0:
+            if end > start + MOST_PYTHON:
+                break
+            self._tries, self._tried = self._tries + 1, end + 1
+            calls = calls_in_python(f"[{self._held[start : end + 1]}")
+            if calls and all(name in self._offered and name not in self._strict for name, _ in calls):
+                for told in calls:
+                    self._tell(out, _spelled(*told))
+                self._held, self._at, self._mark, self._listed = self._held[end + 1 :], 0, "", False
+                self._tries, self._tried, self._reads = 0, 0, self._closing
+                return True
+        open_yet = self._tries < MOST_TRIES and len(self._held) <= start + MOST_PYTHON
+        if called and open_yet and not ended:
+            return False
+        self._tries = self._tried = 0
+        return self._no_call(out, start)
+
     def _closing(self, out: list[dict[str, Any]], ended: bool) -> bool:
         """Behind a call: another in its list, the end of its mark, or text."""
         next_one = self._skip(" \n\t\r")
-        rest, closing = self._held[self._at :], TAG_END if self._mark == TAG else "]" if self._listed else ""
+        ends = {TAG: TAG_END, FUNCTION: FUNCTION_END, FUNCTION_END: TAG_END}
+        rest, closing = self._held[self._at :], ends.get(self._mark, "]" if self._listed else "")
         if self._listed and next_one == ",":
             self._at, self._reads, self._mark = self._at + 1, self._opening, "["
             return True
         if not ended and (not rest or (closing.startswith(rest) and rest != closing)):
             return False
         done = len(closing) if closing and rest.startswith(closing) else 0
-        self._held, self._at, self._mark = self._held[self._at + done :], 0, ""
+        within = done and self._mark == FUNCTION  # in a tag, perhaps
+        self._held, self._at, self._mark = self._held[self._at + done :], 0, FUNCTION_END if within else ""
         self._listed = self._free = False
         if done:
             self._reads = self._closing

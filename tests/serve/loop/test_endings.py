@@ -19,10 +19,12 @@ from kvclient.hf.engine.window import Window
 from kvclient.serve.engine.endings import Endings
 from kvclient.serve.engine.job import Done, Job, Token
 from kvclient.serve.engine.loop import Loop
+from kvclient.serve.engine.sampling import Sampler, Sampling
+from kvclient.serve.engine.text import Text
 from kvclient.serve.engine.windowed import WindowedCache, Windowing
 from kvclient.serve.scheduler import Limits
 from tests.hf.zoo import build, prompt
-from tests.serve.loop.test_loop import NEW, ask, ended
+from tests.serve.loop.test_loop import NEW, Letters, ask, ended
 
 BLOCK = 32
 
@@ -54,6 +56,32 @@ def test_who_hears_the_end_finds_the_answer_at_another_server(daemon, tokens):
             loop.close()
         for kv in kvs:
             kv.detach()
+
+
+def test_of_an_answer_that_goes_on_each_full_block_is_there(daemon):
+    """So another server has it though this one dies in its middle; with each next token it is looked for."""
+    kvstored, seen, events = daemon(memory="64MiB"), [], queue.Queue()
+    models = [build("llama", layers=2) for _ in range(2)]
+    with kvstored.connect() as first, kvstored.connect() as second:
+        kvs = [kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False)
+               for model, client in zip(models, (first, second), strict=True)]  # fmt: skip
+        loop, ids = Loop(models[0], kvs[0], Limits()), prompt(20, seed=3)[0].tolist()
+
+        def tell(event):
+            if isinstance(event, Token):
+                seen.append((len(job.tokens), _held(kvs[1], job.said[:-1])))
+            events.put((0, event))
+
+        job = Job(ids, 100, Sampler(Sampling(temperature=0), ids), Text(Letters()), tell)
+        loop.submit(job)
+        ended(events, 1)
+        loop.close()
+        for kv in kvs:
+            kv.detach()
+    assert len(seen) == 100
+    for said, held in seen:  # of the step before, whose newest token has no KV
+        assert held >= (20 + said - 2) // BLOCK * BLOCK
+    assert max(held for _, held in seen) == 96 and loop.stats()["blocks_of_answers_total"] == 3 + 1
 
 
 def _held(kv, text):

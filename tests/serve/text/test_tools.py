@@ -17,6 +17,7 @@ from kvclient.serve.http.schema import ChatRequest
 from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_call
 
 CALL = '{"name": "look", "arguments": {"k": "a"}}'
+QWENS = "<function=look>\n<parameter=k>\na\n</parameter>\n</function>"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,13 @@ CALL = '{"name": "look", "arguments": {"k": "a"}}'
         ('<tool_call>{"arguments": {"k": "a"}, "name": "look"}</tool_call>', ""),  # in another order
         (f"<tool_call>{CALL}</tool_call>\nDone.", "Done."),
         ('{"type": "function", "name": "look", "parameters": {"k": "a"}}', ""),  # llama
+        ('[TOOL_CALLS]look[ARGS]{"k": "a"}', ""),  # mistral's since its eleventh tokenizer
+        ('[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"k": "a"}', ""),
+        ('I look.[TOOL_CALLS]look{"k": "a"}', "I look."),
+        ('<function=look>{"k": "a"}</function>', ""),  # llama's for tools of one's own
+        ("[look(k='a')]", ""),  # llama's small ones
+        (f"<tool_call>\n{QWENS}\n</tool_call>", ""),
+        (f"Well.\n{QWENS}", "Well."),
     ],
 )
 def test_every_spelling_is_read(text, beside):
@@ -39,7 +47,8 @@ def test_every_spelling_is_read(text, beside):
     assert told == beside and call["function"]["name"] == "look"
     assert json.loads(call["function"]["arguments"]) == {"k": "a"}
     kept = calls_in(text, {"look"}, strict={"look"})  # where a grammar forces the order, no other is read
-    assert kept[0] == (text if '{"arg' in text else beside) and len(kept[1]) == ('{"arg' not in text)
+    other = any(mark in text for mark in ('{"arg', "LS]look", "<function", "look("))
+    assert kept[0] == (text if other else beside) and len(kept[1]) == (not other)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +65,46 @@ def test_every_spelling_is_read(text, beside):
         '{"names": "look"}',
         "[TOOL_CALLS] [3]",
         "x [ {",
+        '[TOOL_CALLS]other[ARGS]{"k": "a"}',
+        "[TOOL_CALLS]look",
+        "[TOOL_CALLS]look[ARGS]",
+        "[TOOL_CALLS]look around you: {",
+        '<function=other>{"k": "a"}</function>',
+        "<function=look",
+        "<function=look>and</function>",
+        "<function=look>\n<parameter=k>\na",
+        "<tool_call><function",
+        "[look('a')]",
+        "[look(k=look)]",
+        "[look(k='a'",
+        "[look] and [see]",
+        "[other(k='a')]",
+        "[look(k=float('nan'))]",
     ],
 )
 def test_what_is_no_call_stays_text(text):
     assert calls_in(text, {"look"}) == (text, [])
+
+
+def test_a_parameter_is_of_its_schemas_type():
+    kinds = {"n": "integer", "on": "boolean", "of": "array", "text": "string", "odd": "integer"}
+    schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in kinds.items()}}
+    said = {"n": "3", "on": "True", "of": '["a"]', "text": "3", "odd": "three", "none": "4"}
+    text = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in said.items())
+    text = f"<tool_call>\n<function=look>\n{text}</function>\n</tool_call>"
+    _, (call,) = calls_in(text, {"look": schema})
+    wanted = {"n": 3, "on": True, "of": ["a"], "text": "3", "odd": "three", "none": "4"}
+    assert json.loads(call["function"]["arguments"]) == wanted
+
+
+def test_a_named_calls_arguments_are_told_while_they_are_said():
+    told_of = '{"k": "a long one"}'
+    for text in (f"[TOOL_CALLS]look[ARGS]{told_of}", f"<function=look>{told_of}</function>"):
+        spoken, told = SpokenCalls({"look"}), []
+        for letter in f"I do.\n{text}\n{text}":
+            told += spoken.add(letter)
+        assert together(told) == ("I do.", [["look", told_of]] * 2)
+        assert len(told) > 20, "told at the end"
 
 
 VALUES = st.recursive(
@@ -106,7 +151,8 @@ def together(deltas):
 SAID = st.lists(
     st.sampled_from(
         ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", CALL, "[", "]", "{", "}", "\n", " ",
-         "Look: ", '{"name": "other", "arguments": {}}', ",", '"', "\\",
+         "Look: ", "look", "[ARGS]", '{"k": 1}', "<function=", ">", "</function>", "(k=", ")", "[CALL_ID]",
+         "<parameter=k>", "</parameter>", '{"name": "other", "arguments": {}}', ",", '"', "\\",
          '{"name": "look", "arguments": {"k": "}']
     ),
     max_size=7,
@@ -148,7 +194,7 @@ def test_a_request_for_one_call_is_one():
     plain = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
     for wanted, most in ((None, None), (True, None), (False, 1)):
         request = ChatRequest(**plain, parallel_tool_calls=wanted)
-        assert offered(Ask([1], 1, Sampling(), request)) == ({"look"}, most, set())
+        assert offered(Ask([1], 1, Sampling(), request)) == ({"look": None}, most, set())
     turn = [{"role": "user", "content": "x"}]
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     asked = {"messages": turn, "max_tokens": 1, "tools": [{"name": "look", "input_schema": {}}]}

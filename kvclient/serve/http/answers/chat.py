@@ -118,20 +118,20 @@ def whole_deltas(choice: Choice) -> list[dict[str, Any]]:
 class Offered(NamedTuple):
     """What SpokenCalls wants to know."""
 
-    names: set[str]
+    tools: dict[str, Any]  # the schemas of their parameters, by name
     most: int | None
     strict: set[str]
 
 
 def offered(ask: Ask) -> Offered:
-    """The names of its tools, how many calls an answer may have (None: any number), and whose calls a grammar
+    """Its tools, how many calls an answer may have (None: any number), and whose calls a grammar
     keeps to their schemas. In an answer of response_format's schema none of a strict tool is read.
     """
     asked = cast(ChatRequest, ask.request)  # no other has tools
     most = 1 if asked.parallel_tool_calls is False else None
     functions = [tool.function for tool in asked.tools if not (ask.constrained and tool.function.strict)]
     strict = {function.name for function in functions if function.strict and ask.strict_tools}
-    return Offered({function.name for function in functions}, most, strict)
+    return Offered({function.name: function.parameters for function in functions}, most, strict)
 
 
 def begins(choice: Choice, at: int) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,18 +110,19 @@ class Run:
                 raise ApiError(event.status, event.message, kind, retry_after_s=again_s)
             yield index, event
 
-    async def whole(self, gone: Any) -> None:
-        """Waits for all answers. gone: says whether the client is; asked while waiting. Raises ApiError, 499
-        where it is: what there is of the answers is nobody's, and no whole one can be made of it.
+    async def whole(self, gone: Awaitable[Any]) -> None:
+        """Waits for all answers. gone: ends once the client is. Raises ApiError, 499 where that is first:
+        what there is of the answers is nobody's, and no whole one can be made of it.
         """
-        done = asyncio.ensure_future(self._all())
+        done, left = asyncio.ensure_future(self._all()), asyncio.ensure_future(gone)
         try:
-            while not (await asyncio.wait({done}, timeout=0.25))[0]:
-                if await gone():
-                    raise ApiError(499, "the client is gone")
+            await asyncio.wait({done, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise ApiError(499, "the client is gone")
             await done
         finally:
             done.cancel()
+            left.cancel()
             self.close()
 
     async def _all(self) -> None:
@@ -157,7 +158,7 @@ class Run:
         if prompt is None:
             return {}
         disk, peer, asked = prompt.from_disk, prompt.from_peer, len(self.choices[0].ask.prompt)
-        return {
+        told = {
             "prompt_tokens": asked, "reused_tokens": prompt.cached_tokens,
             "memory_tokens": prompt.cached_tokens - disk - peer, "disk_tokens": disk, "peer_tokens": peer,
             "approximate_tokens": prompt.approximate_tokens,
@@ -166,6 +167,7 @@ class Run:
             "cold_ttft_estimate_s": None if prompt.cold_s is None else round(prompt.cold_s, 4),
             **({"window": held} if (held := self.choices[0].window) is not None else {}),
         }  # fmt: skip
+        return {**told, "tier": farthest_tier(told)}
 
 
 def last_words(run: Run) -> dict[str, Any]:
