@@ -70,6 +70,14 @@ class Inside:
         self.segments, self.rounded = [Segment(start, stop, APPROXIMATE, tuple(pieces), start)], rest
         return True
 
+    def exact_until(self, served: ServedModel, prefix: PrefixMatch, most: int | None) -> int:
+        """How many tokens before the segments others may find as a prefix, if this call computes them: those
+        have torch's bits. most: of the text, so many are published; None: all."""
+        stop = min(self.segments[0].start, len(prefix.group.tokens) if most is None else most)
+        if served.grouped or served.sinks is not None:
+            return stop
+        return int(prefix.starts[bisect_right(prefix.starts, stop) - 1])
+
     def release(self) -> None:
         """Gives the pins back. Idempotent."""
         plans, self._plans = self._plans, []

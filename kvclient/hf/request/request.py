@@ -267,7 +267,8 @@ class Request:
         if inside := self._segments:
             assert served.non_prefix is not None and self._inside is not None
             of = (columns, self._prompt.length, self._clock, served.form, self._inside.windows)
-            self._blend = Blend(served.non_prefix, inside, *of, self._inside.rounded)
+            exact = self._inside.exact_until(served, found[0], options.publish_tokens if self._write else 0)
+            self._blend = Blend(served.non_prefix, inside, *of, self._inside.rounded, exact)
         self._fill(cache, config, device)
         self.report.lookup_s += time.perf_counter() - began
 

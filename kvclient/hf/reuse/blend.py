@@ -90,12 +90,15 @@ class Blend:
     def __init__(
         self, non_prefix: NonPrefixReuse, segments: Sequence[Segment], exact: int, length: int, clock: Clock,
         form: BlockFormat, windows: Windows | None = None, rest: RoundedRest | None = None,
+        exact_until: int | None = None,
     ) -> None:  # fmt: skip
         """windows: of the layers that are not in `form`; segments are as it fits them. rest: of which
-        the one segment is; all that is behind that is computed in one pass."""
+        the one segment is; all that is behind that is computed in one pass. exact_until: the column before
+        which rows are others' prefix; None: that of the first segment."""
         self._non_prefix, self._segments, self._clock, self._form = non_prefix, segments, clock, form
         self.exact, self.length, self._windows = exact, length, windows
         self._rest, self.rounded = rest, rest is not None
+        self._exact_until = segments[0].start if exact_until is None else exact_until
         self._fresh = _live(segments, length) if self.rounded else non_prefix.repair.fresh(segments, length)
         self._may: torch.Tensor | None = None  # of the reused columns, those that can be computed; None: all
         if windows is not None:
@@ -228,12 +231,12 @@ class Blend:
         return few_rows(self._non_prefix.decoder, self._usual, rounded)
 
     def _usual(self) -> int | None:
-        """How many rows, the first, have torch's bits: what stands before all that is reused. None: all."""
+        """How many rows, the first, have torch's bits: what others find as a prefix. None: all."""
         if self._rest is not None:
             return max(0, self._rest.start - self.exact)
         if self.whole or not (self.stored or self.scored):
             return None
-        return self._segments[0].start - self.exact if self.stored else 0
+        return max(0, self._exact_until - self.exact) if self.stored else 0
 
     @property
     def rounds(self) -> bool:

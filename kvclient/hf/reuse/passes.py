@@ -13,6 +13,7 @@ import torch
 
 from kvclient.hf.reuse.blend import Blend
 from kvclient.hf.reuse.estimate import LEFT_ROUNDED
+from kvclient.hf.reuse.products import few_logits
 
 
 def run_passes(model: torch.nn.Module, blend: Blend, run: Callable[[], Any]) -> Any:
@@ -26,7 +27,7 @@ def run_passes(model: torch.nn.Module, blend: Blend, run: Callable[[], Any]) -> 
         return run()
     limit = blend.repair.promised
     rounds = limit >= LEFT_ROUNDED and blend.rounds  # asked before layers have hooks
-    with blend.gauge.reading(model) as gauge, blend.few_rows(rounds):
+    with blend.gauge.reading(model) as gauge, blend.few_rows(rounds), few_logits(model):
         blend.ask(run)
         gauge.passed()
         outputs = run()

@@ -53,6 +53,13 @@ def few_rows(
             hook.remove()
 
 
+def few_logits(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it, what this thread's passes say of their rows, in fp32, is not torch's product either."""
+    asked = getattr(model, "get_output_embeddings", lambda: None)
+    head = asked()
+    return few_rows(torch.nn.ModuleList([] if head is None else [head]), lambda: 0, False)
+
+
 class _Swapped:
     """What a layer was given, between its two hooks: no layer stands inside another."""
 

@@ -122,7 +122,7 @@ def test_where_one_pass_is_not_enough_all_is_computed_rounded_or_anew(
         _, plain_logits, plain = generate(model, asked(), 1)
     assert rounds or torch.equal(logits, plain_logits)
     for ours, theirs in zip(cache.layers, plain.layers, strict=True):
-        assert torch.equal(ours.keys[:, :, :SHIFT], theirs.keys[:, :, :SHIFT])
+        assert rounds or torch.equal(ours.keys[:, :, :SHIFT], theirs.keys[:, :, :SHIFT])
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=0, atol=0.2)
 
 

@@ -16,7 +16,7 @@ from kvclient.hf.reuse.estimate import LEFT_ROUNDED, Gauge
 from kvclient.hf.reuse.repair import Repair
 from kvclient.hf.streaming.placement.costs import with_threads
 from kvclient.kernels import contract
-from tests.hf.inside import DOCUMENT
+from tests.hf.inside import BLOCK, DOCUMENT
 from tests.hf.zoo import build, generate, prompt
 
 kernels = pytest.mark.skipif(not products.available(), reason="no kernels here")
@@ -29,8 +29,8 @@ def model():
     return build("llama", layers=6)
 
 
-def asked():
-    return torch.cat([prompt(13, seed=7), DOCUMENT, prompt(9, seed=4)], dim=1)
+def asked(shift=13):
+    return torch.cat([prompt(shift, seed=7), DOCUMENT, prompt(9, seed=4)], dim=1)
 
 
 @kernels
@@ -92,12 +92,19 @@ def test_few_first_rows_have_the_bits_of_many(first, rows, threads):
 @kernels
 @pytest.mark.parametrize(("repair", "rounded"), [(REPAIR, True), (TIGHT, False)])
 def test_nothing_is_rounded_that_less_is_promised_of(attach, model, monkeypatch, repair, rounded):
-    """The gauge compares two passes, and would not see what moves both alike."""
-    seen, original = [], products.multiply_into
-    monkeypatch.setattr(products, "multiply_into", lambda *args: seen.append(args[-1]) or original(*args))
+    """The gauge compares two passes, and would not see what moves both alike. What rows say never is, and is
+    not torch's product either."""
+    seen, said, original = [], [], products.multiply_into
+
+    def noted(*args):
+        (said if args[2] is model.lm_head.weight else seen).append(args[-1])
+        return original(*args)
+
+    monkeypatch.setattr(products, "multiply_into", noted)
     monkeypatch.setattr(products, "IN_PAIRS", (contract.auto_path(),))
     answered(attach, model, repair)
-    assert seen and set(seen) == {rounded}
+    assert seen and set(seen) == {rounded} and said == [False, False]
+    assert not model.lm_head._forward_hooks and not model.lm_head._forward_pre_hooks
 
 
 def answered(attach, model, repair, seen=None):
@@ -114,9 +121,7 @@ def answered(attach, model, repair, seen=None):
 
 @kernels
 @pytest.mark.parametrize("repair", [REPAIR, TIGHT])
-def test_what_is_repaired_differs_by_rounding_and_what_stands_before_not_at_all(
-    attach, model, monkeypatch, repair
-):
+def test_what_is_repaired_differs_by_the_order_of_sums(attach, model, monkeypatch, repair):
     computed, original = [], products.multiply_into
     monkeypatch.setattr(products, "multiply_into", lambda *args: computed.append(0) or original(*args))
     monkeypatch.setattr(products, "IN_PAIRS", ())  # without rounding
@@ -129,10 +134,28 @@ def test_what_is_repaired_differs_by_rounding_and_what_stands_before_not_at_all(
     for ours, theirs in zip(cache.layers, plain_cache.layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
-        assert torch.equal(ours.keys[:, :, :13], theirs.keys[:, :, :13])
-        assert torch.equal(ours.values[:, :, :13], theirs.values[:, :, :13])
     if report.recomputed_tokens == 100:  # all were computed in the end, by the last pass: those are exact
         assert torch.equal(logits, plain_logits)
+
+
+@kernels
+def test_what_others_find_as_a_prefix_is_torchs_and_all_else_rounded(attach, model, monkeypatch):
+    """Of 21 tokens before the document a block of 16, as long as the call publishes it."""
+    monkeypatch.setattr(products, "IN_PAIRS", (contract.auto_path(),))
+    kv, ids = attach(REPAIR), asked(21)
+    with kv.bypass():
+        plain = generate(model, ids, 1)[2]
+    for writes, exact in ((False, 0), (True, BLOCK)):
+        with kv.bypass(read=False, write=not writes):
+            cache = generate(model, ids, 1)[2]
+        assert (kv.last.reused_tokens, kv.last.approximate_tokens) == (0, 100)
+        for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+            assert torch.equal(ours.keys[:, :, :exact], theirs.keys[:, :, :exact])
+            assert torch.equal(ours.values[:, :, :exact], theirs.values[:, :, :exact])
+            assert not torch.equal(ours.values[:, :, exact:21], theirs.values[:, :, exact:21])
+            torch.testing.assert_close(ours.values[:, :, :21], theirs.values[:, :, :21], rtol=0, atol=0.1)
+    generate(model, ids, 1)
+    assert kv.last.reused_tokens == BLOCK
 
 
 def test_what_is_stored_is_put_in_place_once(attach, model, monkeypatch):
