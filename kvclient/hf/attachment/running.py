@@ -271,7 +271,7 @@ def _request(
     called = (kv.client, served, options)
     client, served, options = called if trial is None else trial.on(served)
     made = Continuation if cache is not None and begun(cache) else kind
-    if made is Request and served.non_prefix is not None:
+    if made is Request and (served.non_prefix is not None or served.states is not None):
         made = RowByRow
     # Entries, and positions beside an indexer's keys, are counted from a row's first column, padding or not.
     padded = kv.padded and not served.rates and not served.positions[0]

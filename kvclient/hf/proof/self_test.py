@@ -57,10 +57,10 @@ class Verdict:
 
 def prove_model(
     model: torch.nn.Module, attach: Callable[..., Any], in_place: bool = False, paged: bool = False,
-    shape: KVShape | None = None,
+    shape: KVShape | None = None, weights: bytes = b"",
 ) -> Verdict:  # fmt: skip
-    """attach: what is to be proven. shape: of the model's KV, if it was looked at. Raises Refused, with the
-    reason, if reuse would change what the model says.
+    """attach: what is to be proven. shape: of the model's KV, if it was looked at. weights: whose verdict it
+    is, where it hangs on them. Raises Refused, with the reason, if reuse would change what the model says.
 
     in_place: with the attention that reads blocks where they lie. It sums in another order over blocks than
     over one tensor, so what would be bitwise then has to be equal to rounding.
@@ -75,7 +75,7 @@ def prove_model(
     ]
     facts += [str(model.config._attn_implementation), str(in_place), str(paged)]
     attributes = Attributes(model)
-    facts += [str(attributes.code()), str(attributes.numbers())]
+    facts += [str(attributes.code()), str(attributes.numbers()), weights.hex()]
     key = hashlib.sha256(encode(facts)).digest()
     if key not in _passed:
         with evaluating(model):
@@ -105,7 +105,10 @@ def _kept(
     found = verdicts.load(name) or {}
     if isinstance(found.get("padded"), bool) and isinstance(found.get("difference"), float):
         return Verdict(found["padded"], found["difference"])
-    verdict = prove_model(model, attach, in_place, paged, kv._model_state.kv)
+    shape = kv._model_state.kv
+    # Whether a state hangs on the padding before it: by a bias, which is 0 in one model and not in another.
+    weights = kv._model_state.served_models.unsalted if shape.states else b""
+    verdict = prove_model(model, attach, in_place, paged, shape, weights)
     verdicts.save(name, dataclasses.asdict(verdict))
     return verdict
 

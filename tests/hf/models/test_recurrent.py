@@ -115,18 +115,58 @@ def test_what_a_state_cannot_have_is_refused_with_the_reason(client):
             kvclient.hf.attach(model, client, state_every_blocks=every)
 
 
-def test_padding_and_outputs_of_the_prompt_go_without_the_store(attached):
-    model = known("falcon_h1")
-    kv = attached(model)
+def padded():
+    """Two rows of 45 and 24 tokens, and their mask."""
     ids = torch.cat([prompt(45), prompt(45, seed=2)])
     mask = torch.ones_like(ids)
-    mask[1, :9] = 0
-    asked = {"padding": {"attention_mask": mask}, "prompt_outputs": {"output_hidden_states": True}}
-    for word, options in asked.items():
+    ids[1, :21] = mask[1, :21] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_with_padding_are_each_computed_by_itself(name, attached):
+    """As long as the model's own answer to a row hangs on no padding before it: the self-test has tried."""
+    model = known(name)
+    kv, bound = attached(model), STEPS_APART.get(name, 1e-4)
+    ids, mask = padded()
+    tokens = check(model, kv, ids, 0, 40 + 16, attention_mask=mask, bound=bound)
+    assert [row.reused_tokens for row in kv.last.rows] == [40, 16]
+    for row, length in enumerate((45, 24)):  # what rows say is found by who goes on
+        longer = torch.cat([tokens[row : row + 1, -NEW - length :], prompt(5, seed=4)], dim=1)
+        check(model, kv, longer, (length + NEW - 1) // BLOCK * BLOCK, bound=bound)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_beams_of_rows_with_padding(name, attached):
+    model = known(name)
+    ids, mask = padded()
+    check(model, attached(model), ids, 0, 2 * (40 + 16), attention_mask=mask, num_beams=2)
+
+
+def test_rows_whose_answer_hangs_on_the_padding_go_without_the_store(attached):
+    """What a convolution adds to zeros is in RecurrentGemma's state behind them."""
+    model = build("recurrent_gemma")
+    for key, value in model.named_parameters():
+        if key.endswith("bias"):
+            torch.nn.init.normal_(value, std=0.5, generator=torch.Generator().manual_seed(1))
+    kv, (ids, mask) = attached(model), padded()
+    with kv.bypass():
+        plain, *_ = generate(model, ids, NEW, attention_mask=mask)
+    for _ in range(2):
+        tokens, *_ = generate(model, ids, NEW, attention_mask=mask)
+        assert kv.last.bypassed == "padding" and torch.equal(tokens, plain)
+    check(model, kv, ids[:1], 0, 40)
+
+
+def test_outputs_of_the_prompt_go_without_the_store(attached):
+    model = known("falcon_h1")
+    kv, (ids, mask) = attached(model), padded()
+    for options in ({}, {"attention_mask": mask}):
+        asked = {"output_hidden_states": True, **options}
         with kv.bypass():
-            plain, *_ = generate(model, ids, NEW, **options)
-        tokens, *_ = generate(model, ids, NEW, **options)
-        assert kv.last.bypassed == word
+            plain, *_ = generate(model, ids, NEW, **asked)
+        tokens, *_ = generate(model, ids, NEW, **asked)
+        assert kv.last.bypassed == ("padding" if options else "prompt_outputs")
         assert torch.equal(tokens, plain)
 
 

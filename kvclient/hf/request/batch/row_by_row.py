@@ -1,5 +1,5 @@
-"""A batch whose prompts are reused inside: each is computed by itself, as a prompt alone is, and its columns
-are put into the batch's cache behind its padding.
+"""A batch whose prompts are reused inside, or rows with padding of layers with states: each is computed by
+itself, as a prompt alone is, and what its cache holds is put into the batch's behind its padding.
 
 Owns that order, a request of its own for each different prompt, and what the batch's report says of them.
 Never cuts a row's pass. Invariant: a row has the K and V, and the logits, that a call of that prompt alone
@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from kvclient.hf.attention.registered import count_fallback
 from kvclient.hf.cache.layer import replace_layers
 from kvclient.hf.call import Bypassed, Group, Prompt, Report, read_prompt
 from kvclient.hf.connector.load import PrefixMatch
+from kvclient.hf.model.own_caches import empty_cache
+from kvclient.hf.model.states import capture, restore
 from kvclient.hf.request.cache_layers import CacheBuilder
 from kvclient.hf.request.claims import Claims
 from kvclient.hf.request.hit_end import hit_end
@@ -42,40 +43,44 @@ FIRST_SAID = ("store_error", "write_bypassed", "read_bypassed")
 
 
 class RowByRow(Request):
-    """In the place of a Request where a model's prompts are reused inside."""
+    """In the place of a Request where a model's prompts are reused inside, or its layers have states."""
 
     def __init__(self, client: Any, served: Any, options: Options, **call: Any) -> None:
         super().__init__(client, served, options, **call)
         self._call = call
         self._parts: list[tuple[Group, Report, Any]] = []  # rows, what became of them, their cache
+        self._states: dict[int, list[torch.Tensor]] = {}  # by row
 
     def prefill(
         self, model: torch.nn.Module, run: Callable[..., Any], input_ids: torch.Tensor, config: Any,
         model_kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """The model's own pass where a prompt stands alone, or nothing is found inside of any; else one for
-        each prompt."""
+        """The model's own pass where a prompt stands alone, or nothing is found inside of any and no state
+        stands behind padding; else one for each prompt."""
         prompt = self._several(model, input_ids, config, model_kwargs)
         if prompt is None:
             return super().prefill(model, run, input_ids, config, model_kwargs)
         self._prompt, self.report.prompt_tokens = prompt, prompt.tokens
         self._note_config(config)
-        name, decoder = self._options.cache_name, model.config.get_text_config(decoder=True)
+        name, states = self._options.cache_name, self._served_model.states
         if model_kwargs.get(name) is None:
-            model_kwargs[name] = DynamicCache(config=decoder)
+            model_kwargs[name] = empty_cache(model)
         saved, cache, inside = dict(model_kwargs), model_kwargs[name], []
         logits: dict[int, torch.Tensor] = {}
         outputs: Any = None
         try:
             for group in prompt.groups:
                 row_request = self._of_one()
-                rows, alone = input_ids[group.rows, group.pad :], DynamicCache(config=decoder)
+                rows, alone = input_ids[group.rows, group.pad :], None
                 model_kwargs.clear()
-                model_kwargs.update({**_of_rows(saved, group, prompt.length), name: alone})
+                model_kwargs.update({**_of_rows(saved, group, prompt.length), name: None})
                 try:
                     pass_over = functools.partial(self._pass, row_request, run, rows)
                     outputs = row_request.prefill(model, pass_over, rows, config, model_kwargs)
                     inside.append(row_request._inside)
+                    alone = model_kwargs[name]
+                    for number, row in enumerate(group.rows if states is not None else ()):
+                        self._states[row] = capture(alone, states.states, number)
                 finally:
                     row_request.finish()
                     self._parts.append((group, row_request.report, alone))
@@ -84,9 +89,10 @@ class RowByRow(Request):
             model_kwargs.clear()
             model_kwargs.update(saved)
         self._cache = cache
-        self._join(config, input_ids.device)
+        self._join(model, config, input_ids.device)
         self._answers(inside)
-        return type(outputs)(**{"logits": torch.stack([logits[row] for row in sorted(logits)]), name: cache})
+        told = {"logits": torch.stack([logits[row] for row in sorted(logits)]), name: cache}
+        return type(outputs)(**{key: value for key, value in told.items() if _has(outputs, key)})
 
     # ---------------------------------------------------------------- before
 
@@ -96,13 +102,17 @@ class RowByRow(Request):
         """The prompts, if they are to be computed one by one."""
         served, options = self._served_model, self._options
         asked = config.output_attentions or config.output_hidden_states or config.prefill_chunk_size
-        if asked or not (self._read and options.search) or served.inside(self.report) is None:
+        states = served.states is not None
+        inside = self._read and options.search and served.non_prefix is not None
+        if asked or not (states or (inside and served.inside(self.report) is not None)):
             return None
         try:
             prompt = read_prompt(model, input_ids, model_kwargs)
-            prompt.check(config, served.states is not None, self._padded, served.most_tokens)
+            prompt.check(config, False, self._padded, served.most_tokens)
         except Bypassed:
             return None
+        if states:
+            return prompt if any(prompt.pads) else None
         if len(prompt.groups) == 1 and not prompt.groups[0].pad:
             return None
         self._patience = WaitBudget(self._pace, self._client, prompt.tokens)
@@ -137,17 +147,23 @@ class RowByRow(Request):
         options = dataclasses.replace(self._options, **dense)
         return Request(self._client, self._served_model, options, **call)
 
-    def _pass(self, row_request: Request, run: Callable[..., Any], rows: torch.Tensor) -> Any:
-        """Over one of the prompts, of which all that is used inside is known by now."""
+    def _pass(
+        self, row_request: Request, run: Callable[..., Any], rows: torch.Tensor,
+        piece: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Over one of the prompts, or a piece of it; all that is used inside of it is known by now."""
         reports = [*(report for _, report, _ in self._parts), row_request.report]
         self.report.inside_keys = b"".join(report.inside_keys for report in reports)
-        return run(rows)
+        return run(rows if piece is None else piece)
 
     # ---------------------------------------------------------------- behind
 
-    def _join(self, config: Any, device: torch.device) -> None:
+    def _join(self, model: torch.nn.Module, config: Any, device: torch.device) -> None:
         """Puts the rows into layers of the batch, and these into its cache."""
         assert self._prompt is not None
+        states = self._served_model.states
+        if states is not None:
+            self._cache.layers[:] = empty_cache(model).layers
         for reason, left in (("inside", self._options.in_place), ("graph_inside", self._options.static)):
             if left:
                 count_fallback(reason)
@@ -169,6 +185,10 @@ class RowByRow(Request):
             for _, part in parts:
                 part.reset()
         replace_layers(self._cache, self._layers)
+        if states is not None:
+            told = [self._states[row] for row in sorted(self._states)]
+            restore(self._cache, states.states, told, device)
+            self._states.clear()
 
     def _answers(self, inside: list[Inside | None]) -> None:
         """From here on what the rows say is published. inside: by group, what was reused inside of it."""
@@ -188,10 +208,12 @@ class RowByRow(Request):
         self._claims = Claims(self._client, served, self._options, self._clock, self._same)
         if report.store_error is not None:
             self._stop_writing()
-        for (group, _, _), of_row in zip(self._parts, inside, strict=True):
+        for (group, told, _), of_row in zip(self._parts, inside, strict=True):
             windows = of_row and of_row.segments and served.grouped  # nobody's prefix
             if self._generated and not windows:
+                self._claims.loaded(group.pad + told.rows[0].reused_tokens if served.grouped else 0)
                 self._claims.follow([PrefixMatch.of(group, self._options.chunker, served)], of_row)
+        self._claims.loaded(0)
         self._note_published()
 
     def _note_published(self) -> None:
@@ -199,6 +221,11 @@ class RowByRow(Request):
         for _, told, _ in self._parts:
             for name in PUBLISHED:
                 setattr(self.report, name, getattr(self.report, name) + getattr(told, name))
+
+
+def _has(outputs: Any, name: str) -> bool:
+    """Whether what a model gives back has a field of this name: some keep their cache to themselves."""
+    return any(field.name == name for field in dataclasses.fields(outputs))
 
 
 def _of_rows(model_kwargs: dict[str, Any], group: Group, length: int) -> dict[str, Any]:
