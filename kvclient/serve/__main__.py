@@ -221,8 +221,9 @@ def served(chosen: argparse.Namespace) -> Any:
             most = engine.kv._model_state.kv.most_tokens or longest
             length = min(chosen.max_model_len or longest, longest, most)
             yield Asking(
-                engine.tokenizer, name, loop, length, vocabulary, chosen.keys, ends, store_name(chosen)
-            )
+                engine.tokenizer, name, loop, length, vocabulary, chosen.keys, ends, store_name(chosen),
+                chosen.repair,
+            )  # fmt: skip
         finally:
             loop.close()
 

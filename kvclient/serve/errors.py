@@ -47,9 +47,10 @@ class ApiError(Exception):
         return f"{named}data: {json.dumps(body)}\n\n"
 
 
-def unsupported(name: str, detail: str = "") -> ApiError:
-    """The error for a parameter that this server does not have."""
-    return ApiError(400, f"{name} is not supported{detail and ': ' + detail}", param=name, code="unsupported")
+def unsupported(name: str, detail: str = "", param: str = "") -> ApiError:
+    """The error for a parameter that this server does not have, or not so; param: where name says more."""
+    told = f"{name} is not supported{detail and ': ' + detail}"
+    return ApiError(400, told, param=param or name, code="unsupported")
 
 
 def unprocessable(message: str, param: str) -> ApiError:

@@ -54,7 +54,10 @@ def test_what_is_written_with_a_time_to_live_is_gone_after_it(tiny, wait_until):
 )
 def test_what_was_reused_stands_in_whole_answers_and_once_near_the_end_of_a_stream(tiny, path, body):
     """A stream that did not ask for usage, and those of responses and messages, told it nowhere."""
-    whole = tiny.post(f"/v1/{path}", {**body, "repair": "none"})[2]
+    status, _, refused = tiny.post(f"/v1/{path}", {**body, "repair": "auto"})
+    assert status == 400 and "this server has calibrated, or none" in refused["error"]["message"]
+    body = {**body, "repair": "none" if path == "responses" else "calibrated"}
+    whole = tiny.post(f"/v1/{path}", body)[2]
     assert whole["kv_reuse"]["ttft_s"] > 0 and whole["kv_reuse"]["tier"] == "none"
     text = tiny.text(f"/v1/{path}", {**body, "stream": True})
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_a_variable_that_is_nearly_a_settings_is_refused_and_a_services_is_not_t
 def test_every_number_is_bounded_and_every_repair_is_one():
     numbers = {a.dest for a in parser()._actions if a.type in (int, float, size)} - {"port"}
     assert numbers == set(BOUNDS)
-    assert {*REPAIRS} == {"calibrated", *METHODS}
+    assert {*REPAIRS} == {"calibrated", *METHODS} == {*get_args(schema.Repair)}
 
 
 TOLD = """import os, sys

@@ -78,8 +78,9 @@ class Asking:
     def __init__(
         self, tokenizer: Any, model_name: str, loop: Loop, max_tokens: int, vocabulary: int,
         keys: Iterable[bytes] = (), ends: frozenset[int] = frozenset(), store: str = "",
+        repair: str = "none",
     ) -> None:  # fmt: skip
-        self.store = store  # names the KV it reads, for a router
+        self.store, self.repair = store, repair  # names the KV it reads, for a router; inside prompts
         self.tokenizer, self.model_name, self.loop, self.max_tokens = tokenizer, model_name, loop, max_tokens
         self._keys = Keys(keys)
         self._ends, self._vocabulary = ends, vocabulary
@@ -321,7 +322,7 @@ class Asking:
                     ends=frozenset() if request.ignore_eos else self._ends, salt=salt,
                     read=cache.read, write=cache.write,
                     prompt_logprobs=ask.sampling.logprobs if ask.echo else None,
-                    windowing=ask.windowing, codec=request.kv_codec, inside=request.repair is None,
+                    windowing=ask.windowing, codec=request.kv_codec, inside=request.repair != "none",
                     priority=cache.priority, ttl_s=cache.ttl_s,
                 )
             )  # fmt: skip
@@ -365,6 +366,8 @@ class Asking:
         return Ask(prompt, new_tokens, sampling, request, **more)
 
     def _sampling(self, request: Common, logprobs: int | None) -> Sampling:
+        if request.repair not in (None, "none", self.repair):
+            raise unsupported(f"repair {request.repair}", f"this server has {self.repair}, or none", "repair")
         bias = request.logit_bias or {}
         wrong = next((token for token in bias if not 0 <= token < self._vocabulary), None)
         if wrong is not None:

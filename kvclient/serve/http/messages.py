@@ -19,6 +19,7 @@ from kvclient.serve.http.schema import (
     MOST_TOOLS,
     CacheOptions,
     ChatRequest,
+    Repair,
     Strict,
 )
 
@@ -135,7 +136,7 @@ class MessagesRequest(Counted):
     service_tier: Literal["auto", "standard_only"] | None = None
     cache: CacheOptions = CacheOptions()
     kv_codec: Literal["none", "int8", "int4"] | None = None
-    repair: Literal["none"] | None = None
+    repair: Repair | None = None
 
 
 def as_chat(asked: Counted, thinks: bool) -> ChatRequest:

@@ -18,6 +18,7 @@ from kvclient.serve.http.schema import (
     JsonSchema,
     Message,
     Part,
+    Repair,
     Strict,
 )
 
@@ -84,7 +85,7 @@ class ResponsesRequest(Strict):
     metadata: dict[str, str] | None = None
     cache: CacheOptions = CacheOptions()
     kv_codec: Literal["none", "int8", "int4"] | None = None
-    repair: Literal["none"] | None = None
+    repair: Repair | None = None
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:

@@ -12,6 +12,7 @@ from pydantic import Strict as Strictness
 
 MOST_STOPS, MOST_STOP_CHARS, MOST_CHOICES, MOST_TOOLS = 16, 256, 16, 64
 Tokens = list[int]
+Repair = Literal["none", "calibrated", "auto", "selective", "cacheblend", "attention"]
 Id = Annotated[int, Strictness(False)]  # of a token; as a name in JSON it is a text
 
 
@@ -79,7 +80,7 @@ class Common(Strict):
     ignore_eos: bool = False
     cache: CacheOptions = CacheOptions()
     kv_codec: Literal["none", "int8", "int4"] | None = None
-    repair: Literal["none"] | None = None
+    repair: Repair | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
