@@ -19,7 +19,7 @@ from statistics import median
 
 from bench.engines import tiers
 from bench.engines.l2 import beside
-from bench.engines.processes import CACHE, Told, python_of, say
+from bench.engines.processes import CACHE, KEEPS_MEMORY, Told, python_of, say
 from bench.engines.ttft import BLOCK, Run, expect, ours, prompts, summary
 from bench.machine import describe, sentence
 from bench.reuse_ttft import daemon
@@ -109,7 +109,7 @@ def cost(name: str, rounds: int, home: Path) -> dict[str, dict]:
         model, vocabulary = model_of(name, home)
         for what, role in (("looks", "kv_consumer"), ("saves", "kv_both")):
             options = {"model": model, "vocabulary": vocabulary, "transfer": ours(directory, role)}
-            told = Told("bench.engines.cost", options, home / "cost.log")
+            told = Told("bench.engines.cost", options, home / "cost.log", more=KEEPS_MEMORY)
             try:
                 told.answer()
                 found[what] = told.ask(rounds)

@@ -26,6 +26,13 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
+# glibc else gives memory back and takes it again: in each engine by as many page faults as it happens to lie.
+KEEPS_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 27),
+}  # fmt: skip
+
+
 def python_of(engine: str) -> Path | None:
     """None: `make engines` was not run."""
     python = CACHE / engine / "bin" / "python"
@@ -33,15 +40,23 @@ def python_of(engine: str) -> Path | None:
 
 
 class Told:
-    """A module run with vLLM's Python that answers lines of JSON."""
+    """A module run with vLLM's Python that answers lines of JSON. `more`: variables."""
 
-    def __init__(self, module: str, first: Any, log: Path, path: tuple[Path, ...] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        first: Any,
+        log: Path,
+        path: tuple[Path, ...] = (),
+        more: dict[str, str] | None = None,
+    ) -> None:
         self._log = log
+        paths = {"PYTHONPATH": ":".join(map(str, (*path, ROOT)))}
         with open(log, "wb") as errors:
             self._process = subprocess.Popen(
                 [str(python_of("vllm")), "-m", module],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": ":".join(map(str, (*path, ROOT)))},
+                env={**os.environ, **ENVIRONMENT, **paths, **(more or {})},
             )  # fmt: skip
         self.tell(first)
 
