@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.install import DEBS, ROOT, debian_packages
 from kvclient.hf.streaming.mover import DEPTH
 
-GROUPS = Path("/sys/fs/cgroup/memory")
+GROUPS = Path("/sys/fs/cgroup")
 FIO_SECONDS = 8
 # fio as Debian builds it wants all of its engines' libraries, whichever it uses.
 FIO_DEBS = [
@@ -26,20 +26,40 @@ FIO_DEBS = [
 ]  # fmt: skip
 
 
+def _controller() -> tuple[Path, str, str]:
+    """Where groups are made, and the files of a limit and of a peak there. Raises OSError where no group can
+    have a limit.
+    """
+    if not (GROUPS / "cgroup.controllers").exists():
+        return GROUPS / "memory", "memory.limit_in_bytes", "memory.max_usage_in_bytes"
+    if "memory" not in (GROUPS / "cgroup.subtree_control").read_text().split():
+        (GROUPS / "cgroup.subtree_control").write_text("+memory")
+    return GROUPS, "memory.max", "memory.peak"
+
+
 @contextlib.contextmanager
-def limited(limit: int | None) -> Iterator[Path | None]:
-    """A memory cgroup of that limit; None where none may be made, or none is wanted."""
-    home = GROUPS / f"kvstored-bench-{os.getpid()}"
+def limited(limit: int | None) -> Iterator[tuple[Path, str] | None]:
+    """A memory cgroup of that limit, of either version, and the name of its peak; None where none may be
+    made, or none is wanted.
+    """
     try:
         if limit is None:
             raise OSError
+        root, most, peak = _controller()
+        home = root / f"kvstored-bench-{os.getpid()}"
         home.mkdir()
-        (home / "memory.limit_in_bytes").write_text(str(limit))
     except OSError:
         yield None
         return
     try:
-        yield home
+        try:
+            (home / most).write_text(str(limit))
+            if (swap := home / "memory.swap.max").exists():
+                swap.write_text("0")
+        except OSError:
+            yield None
+        else:
+            yield home, peak
     finally:
         home.rmdir()
 
@@ -49,14 +69,14 @@ def run(command: list[str], limit: int | None, patience_s: float) -> dict:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with limited(limit) as group:
         if group is not None:  # a shell enters it, then becomes the command
-            command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
+            command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group[0]), *command]
         try:
             done = subprocess.run(
                 command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=patience_s
             )
         except subprocess.TimeoutExpired:
             return {"absent": f"not done within {patience_s:g} s"}
-        peak = int((group / "memory.max_usage_in_bytes").read_text()) if group is not None else None
+        peak = int((group[0] / group[1]).read_text()) if group is not None else None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

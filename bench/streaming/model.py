@@ -1,4 +1,5 @@
 """A checkpoint with the shapes of Qwen2.5-7B and random weights, packed in AWQ: made once, 5.6 GB on disk.
+`python -m bench.streaming.model` makes it and prints its directory.
 
 Owns the directory it makes, and its GGUF twin (Q4_0, the same shapes) for llama.cpp. Never downloads. The
 bytes and products are those of the real one; the answer to a token is the next of its round of 32, for the
@@ -12,13 +13,14 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.install import progress
+from bench.install import ROOT, progress
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, VOCABULARY, GROUP = 3584, 18944, 28, 28, 4, 152_064, 128
 HEAD_DIM, ROUND = HIDDEN // HEADS, 32
@@ -212,3 +214,10 @@ def _q4_0(dice, shape: tuple[int, ...]) -> np.ndarray:
     scales = np.float16(0.003)
     data[..., :2] = np.frombuffer(scales.tobytes(), np.uint8)
     return data.reshape(rows, columns // 32 * 18)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "examples"))
+    import model as example_model
+
+    print(ensure(example_model.ensure()))

@@ -1,8 +1,9 @@
 """One measurement of bench.streaming in a process of its own, so that a limit holds for it alone.
 
-`python -m bench.streaming.run WHO DIR ...` prints one JSON object. Owns nothing. Invariant: what is timed is
-decoding, token by token, behind a first answer that is not counted; of `reads`, layers that are read into
-slots in turn with nothing computed, `fio` on the same file before each round and after the last.
+`python -m bench.streaming.run WHO DIR ...` prints one JSON object. Owns nothing. Never imports, before it
+knows WHO, what another program's environment has not: torch, kvclient. Invariant: what is timed is decoding,
+token by token, behind a first answer that is not counted; of `reads`, layers that are read into slots in turn
+with nothing computed, `fio` on the same file before each round and after the last.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from bench.streaming.bare import bare
 from bench.streaming.products import bandwidth, prefill
 
 PROMPT_TOKENS = 35  # a round of the made model's text, and the beginning of the next
@@ -181,6 +181,12 @@ def _numbered(home: Path, into: Path) -> None:
     (into / "model.safetensors.index.json").write_text(json.dumps(held))
     for file in [*home.glob("tokenizer*"), home / "config.json", home / "generation_config.json"]:
         (into / file.name).write_bytes(file.read_bytes())
+
+
+def bare(args: argparse.Namespace) -> dict:
+    from bench.streaming.bare import bare
+
+    return bare(args)
 
 
 def reads(args: argparse.Namespace) -> dict:

@@ -4,10 +4,12 @@ Method: results as rows give them, their Markdown read back; the command with a 
 process that ends badly, for real.
 """
 
+import subprocess
 import sys
 
 import pytest
 
+from bench.streaming import limited
 from bench.streaming.__main__ import main
 from bench.streaming.limited import run
 from bench.streaming.rows import ROWS
@@ -56,6 +58,36 @@ def test_a_row_that_is_none_is_refused_with_those_there_are(monkeypatch, capsys)
         main()
     said = capsys.readouterr().err
     assert all(name in said for name in ROWS)
+
+
+def test_another_programs_run_needs_neither_torch_nor_kvclient():
+    """llama.cpp's environment has neither: its rows said "No module named torch" and nothing else."""
+    program = "import sys; sys.modules['torch'] = sys.modules['kvclient'] = None; import bench.streaming.run"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limit_is_a_group_of_either_version(tmp_path, monkeypatch, version):
+    """Where there is cgroup v2 alone, rows ran without any limit."""
+    monkeypatch.setattr(limited, "GROUPS", tmp_path)
+    (tmp_path / "memory").mkdir()
+    if version == 2:
+        (tmp_path / "cgroup.controllers").write_text("cpu memory")
+        (tmp_path / "cgroup.subtree_control").write_text("cpu")
+    with limited.limited(1 << 30) as (home, peak):
+        most = home / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+        assert most.read_text() == str(1 << 30) and peak.startswith("memory.")
+        assert home.parent == (tmp_path if version == 2 else tmp_path / "memory")
+        most.unlink()  # no file of a real group has to go before it
+    assert not home.exists()
+    if version == 2:
+        assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
+    with limited.limited(None) as nothing:
+        assert nothing is None
+    monkeypatch.setattr(limited, "GROUPS", tmp_path / "nowhere")
+    with limited.limited(1 << 30) as nothing:
+        assert nothing is None
 
 
 def test_what_a_command_could_not_do_is_a_reason():
