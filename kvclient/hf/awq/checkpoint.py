@@ -83,7 +83,7 @@ def _tensors(home: Path) -> dict[str, torch.Tensor]:
     if index.exists():
         try:
             names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidArgument(f"{index.name} is no index of a checkpoint: {error!r}") from error
     if any(Path(name).name != name for name in names):
         raise InvalidArgument(f"{index.name} names a file outside of the checkpoint")

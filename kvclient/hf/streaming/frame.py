@@ -28,6 +28,7 @@ from kvclient.hf.streaming.weights.vocabulary import ROWS_BYTES, input_of
 
 # A head of 1 GB is copied into memory that is touched for the first time: two processors are not too many.
 READERS, PIECE_BYTES = 2, 32 << 20
+PLANNED_ROWS = ROWS_BYTES + BLOCK_BYTES  # of an embedding that is read row by row
 
 
 @contextlib.contextmanager
@@ -77,7 +78,10 @@ def pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dtyp
     """
     stored = {tensor.name: tensor for part in parts.values() for tensor in part.tensors}
     for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
-        linear = layer.get_submodule(name)
+        try:
+            linear: Any = layer.get_submodule(name)
+        except AttributeError:
+            raise InvalidArgument(f"the checkpoint quantises {name}, which the model has not") from None
         if group is None or not isinstance(linear, torch.nn.Linear):
             raise InvalidArgument(f"the checkpoint quantises {name}, a {type(linear).__name__}")
         bias = linear.bias is not None

@@ -25,12 +25,8 @@ def directory_of(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
-        found = snapshot_download(name, allow_patterns=list(FILES), local_files_only=True)
-        if _whole(Path(found)):
-            return Path(found)
-    except LocalEntryNotFoundError:
-        pass
+    if (found := fetched(name)) is not None:
+        return found
     try:
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
@@ -39,6 +35,23 @@ def directory_of(name: str | Path) -> Path:
             f"{name} is no directory, and the hub cannot be asked ({why[:160]}); it must be fetched first: "
             f"where there is a network, `hf download {name} --local-dir DIR`, and pass DIR"
         ) from error
+
+
+def fetched(name: str | Path) -> Path | None:
+    """A directory, or what the hub's cache has of an id; None: neither. Nothing is asked."""
+    home = Path(name)
+    if (home / "config.json").is_file():
+        return home
+    if home.exists() or not HUB_ID.fullmatch(str(name)):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = Path(snapshot_download(str(name), allow_patterns=list(FILES), local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return found if _whole(found) else None
 
 
 def _whole(home: Path) -> bool:

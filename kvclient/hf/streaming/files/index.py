@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kvclient
 from kvclient.errors import InvalidArgument
+from kvclient.hf.streaming.files.headers import TYPES
 from kvclient.hf.streaming.mover import PAGE, Piece
 from kvclient.hf.streaming.residency import PARTS
 
@@ -22,6 +25,10 @@ NAME = "kvstored-streaming"
 VERSION = 3  # 3: packed words lie in panels
 ALIGNMENT = 64  # of a tensor in its stretch
 BLOCK_BYTES = 64 << 10  # of an embedding, with a checksum each: what is read for one token
+# What a file raises that says anything: another shape, 1e999 for a number, a hundred thousand brackets.
+NO_JSON = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+MOST_CRC = 0xFFFFFFFF
+KINDS = dict(TYPES.values())  # bytes of an element, by torch's name of its type
 _LAYER = re.compile(r"^(?P<list>.*?\.?(?:layers|h|blocks))\.(?P<number>\d+)\.(?P<rest>.+)$")
 _FFN = re.compile(r"(^|\.)(mlp|feed_forward|ffn|block_sparse_moe)\.")
 
@@ -105,7 +112,7 @@ def sources(home: Path) -> dict[str, list[int]]:
     if index.is_file():
         try:
             names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidArgument(f"{index} has no weight_map that can be read: {error}") from error
     elif (home / "model.safetensors").is_file():
         names = ["model.safetensors"]  # not what lies beside it: an adapter, or a consolidated copy
@@ -127,6 +134,8 @@ def read_index(home: Path, sources: Mapping[str, Any], wanted: tuple[str, ...]) 
     path = home / f"{NAME}.bin"
     try:
         index = json.loads((home / f"{NAME}.json").read_bytes())
+        if index.pop("crc", (crc := checksum(index))) != crc:  # one of before has none
+            return None
         if index["version"] != VERSION or index["sources"] != sources:
             return None
         layers = tuple({name: _part(part) for name, part in layer.items()} for layer in index["layers"])
@@ -138,14 +147,22 @@ def read_index(home: Path, sources: Mapping[str, Any], wanted: tuple[str, ...]) 
         if not set(wanted) <= set(tables) or any(set(layer) != set(PARTS) for layer in layers):
             return None
         return Arrangement((path,), str(index["prefix"]), layers, tables)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, *NO_JSON):
         return None
+
+
+def checksum(index: dict[str, Any]) -> int:
+    """CRC32C of what an index says, but for its "crc"."""
+    said = {key: value for key, value in index.items() if key != "crc"}
+    return kvclient.crc32c(json.dumps(said).encode())
 
 
 def _piece(said: Any) -> Piece:
     piece = Piece(*map(int, said))
     if piece.offset < 0 or piece.offset % PAGE or piece.length % PAGE or piece.length <= 0:
         raise ValueError("a stretch of no whole pages")
+    if piece.crc is None or not 0 <= piece.crc <= MOST_CRC or piece.file or piece.need is not None:
+        raise ValueError("a stretch without its checksum, or of another file")
     return piece
 
 
@@ -157,7 +174,16 @@ def _part(said: dict[str, Any]) -> Part:
     )
     if not all(t.offset >= 0 and t.length >= 0 and t.offset + t.length <= piece.length for t in tensors):
         raise ValueError("a tensor outside of its stretch")
+    if not all(_bytes(t.dtype, t.shape) == t.length for t in tensors):
+        raise ValueError("a tensor of another shape")
     return Part((piece,), tensors)
+
+
+def _bytes(kind: str, shape: tuple[int, ...]) -> int:
+    """Of a tensor. Raises KeyError for a type that is none, ValueError for a shape that is none."""
+    if any(count < 0 for count in shape):
+        raise ValueError("a shape that is none")
+    return KINDS[kind] * math.prod(shape)
 
 
 def _table(name: str, said: dict[str, Any]) -> Table:
@@ -170,6 +196,8 @@ def _table(name: str, said: dict[str, Any]) -> Table:
     held = pieces[-1].offset + pieces[-1].length - offset
     if not 0 < length <= held or rows < 1 or -(-count // rows) != len(pieces):
         raise ValueError("a table of another size")
+    if _bytes(str(said["dtype"]), (count, width)) != length:
+        raise ValueError("a table of another shape")
     blocks = tuple(map(int, said["blocks"]))
     if len(blocks) != -(-held // BLOCK_BYTES):
         raise ValueError("a table without all of its checksums")

@@ -29,8 +29,10 @@ from kvclient.hf.streaming.files.index import (
     ALIGNMENT,
     BLOCK_BYTES,
     NAME,
+    NO_JSON,
     VERSION,
     Arrangement,
+    checksum,
     part_of,
     read_index,
     sources,
@@ -114,7 +116,7 @@ def _rewrite(
         else:
             index["tables"][key[1]]["pieces"].append(piece)
             index["tables"][key[1]]["blocks"] += more
-    _replace(home / f"{NAME}.json", json.dumps(index).encode())
+    _replace(home / f"{NAME}.json", json.dumps(index | {"crc": checksum(index)}).encode())
 
 
 def layers_of(home: Path, found: Mapping[str, Source]) -> tuple[str, list[dict[str, Source]]]:
@@ -211,7 +213,7 @@ class _Unfinished:
         self._kept: list[Any] = []
 
     def __enter__(self) -> _Unfinished:
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, *NO_JSON):
             self._kept = self._believed(self._journal_path.read_text().splitlines())
         try:
             mode = "r+b" if self._kept else "wb"
@@ -233,13 +235,13 @@ class _Unfinished:
             return []
         found: list[Any] = []
         with open(self._path, "rb") as file:
-            at = 0
+            at, whole = 0, os.fstat(file.fileno()).st_size
             for line in lines[1:]:
                 try:
                     key, (offset, length, crc), more = json.loads(line)
                 except ValueError:  # killed in the middle of a line
                     break
-                if offset != at or kvclient.crc32c(file.read(length)) != crc or file.tell() != at + length:
+                if offset != at or not 0 < length <= whole - at or kvclient.crc32c(file.read(length)) != crc:
                     break
                 found.append([key, [offset, length, crc], more])
                 at += length
