@@ -70,7 +70,8 @@ def parser() -> argparse.ArgumentParser:
     add("--dir", help="the daemon's directory (default: this host's)")
     add("--namespace", default="default", help="of the daemon (default: %(default)s)")
     add("--quantization", choices=("auto", "awq"), default="auto", help="awq: refuse what is not AWQ")
-    add("--memory", type=size, help="for all of it: layers beyond it are read from the disk, as 4GiB")
+    add("--memory", type=size, help="for all of it, as 4GiB: layers beyond it come from the disk; with "
+        "--device cuda, of the GPU: they come from the host's memory")  # fmt: skip
     add("--store", type=size, help="without a daemon: memory for KV in this process, as 2GiB")
     add("--kv-codec", choices=("none", "int8", "int4"), default="none", help="how blocks hold KV")
     add("--repair", choices=REPAIRS, default="calibrated", help="inside prompts (default: %(default)s)")
@@ -232,6 +233,7 @@ def drafting(chosen: argparse.Namespace, model: Any) -> Any:
     """What --draft says. Ends the process (SystemExit) where the draft model's tokens are others."""
     import transformers
 
+    from kvclient.hf import awq
     from kvclient.hf.speculation import DraftModel, PromptLookup
     from kvclient.serve.engine.drafting import Drafting
 
@@ -241,7 +243,10 @@ def drafting(chosen: argparse.Namespace, model: Any) -> Any:
     if chosen.draft == "lookup":
         return Drafting(PromptLookup(), chosen.draft_tokens, vocabulary)
     _is_a_model(chosen.draft)
-    small = transformers.AutoModelForCausalLM.from_pretrained(chosen.draft, dtype=model.dtype).eval()
+    if _is_awq(chosen.draft):
+        small = awq.from_pretrained(_directory_of(chosen.draft), model.dtype)
+    else:
+        small = transformers.AutoModelForCausalLM.from_pretrained(chosen.draft, dtype=model.dtype).eval()
     try:
         drafter = DraftModel(small.to(model.device))
         drafter.begin(vocabulary)
@@ -254,7 +259,6 @@ def _loaded(
     model: str, client: Any, dtype: Any, device: str, memory: int | None, keywords: dict[str, Any]
 ) -> Any:
     """The Engine of a directory, a hub id, a .gguf file or an AWQ checkpoint, whose words stay packed."""
-    import huggingface_hub
     import transformers
 
     from kvclient.hf import Engine, awq
@@ -266,10 +270,16 @@ def _loaded(
     if _is_awq(model):
         device = chosen_device(device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        place = model if Path(model).is_dir() else huggingface_hub.snapshot_download(model)
-        packed = awq.from_pretrained(place, None if dtype == "auto" else dtype)
+        packed = awq.from_pretrained(_directory_of(model), None if dtype == "auto" else dtype)
         return Engine(packed.to(device), tokenizer, client, **keywords)
     return Engine.from_pretrained(model, client, dtype=dtype, device=device, **keywords)
+
+
+def _directory_of(name: str) -> str:
+    """Of a hub id the one in the hub's cache, fetched first where it is not there."""
+    import huggingface_hub
+
+    return name if Path(name).is_dir() else huggingface_hub.snapshot_download(name)
 
 
 def _is_a_model(name: str) -> None:

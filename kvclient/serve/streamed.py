@@ -1,4 +1,5 @@
-"""A server's model whose layers are read from the disk as they compute, in so much memory as it was given.
+"""A server's model whose layers are read from the disk as they compute, or on a GPU come from the host's
+memory, in so much memory as it was given.
 
 Owns how that memory is shared between layers and requests. Never reads a layer. Invariant: what is held, the
 KV of all requests that run, and the widest pass of theirs are no more than --memory, as the planner counts.
@@ -13,6 +14,7 @@ from kvclient.errors import InvalidArgument
 from kvclient.hf import Engine
 from kvclient.hf.streaming import StreamingConfig
 from kvclient.hf.streaming.planner.asked import asked_of
+from kvclient.hf.streaming.residency import DEVICES
 from kvclient.serve.scheduler import Limits
 
 ROOM_TOKENS = 4096  # of requests that the layers that stay leave room for, where that can be
@@ -21,12 +23,13 @@ ROOM_TOKENS = 4096  # of requests that the layers that stay leave room for, wher
 def streamed(
     model: str, client: Any, dtype: Any, device: str, memory: int, keywords: dict[str, Any]
 ) -> Engine:
-    """The Engine of a directory under a limit of memory, in bytes. Raises InvalidArgument for another device
-    than the CPU, and what Engine.from_pretrained() does.
+    """The Engine of a directory under a limit of memory, in bytes: of a GPU that is named, or else of the
+    CPU. Raises InvalidArgument for another device, and what Engine.from_pretrained() does.
     """
-    if device not in ("auto", "cpu"):
-        raise InvalidArgument(f"--memory with --device {device}: layers are read from the disk on the CPU")
-    config = StreamingConfig(memory=memory, room_tokens=ROOM_TOKENS)
+    device = "cpu" if device == "auto" else device
+    if device.partition(":")[0] not in DEVICES:
+        raise InvalidArgument(f"--memory with --device {device}; it must be one of {', '.join(DEVICES)}")
+    config = StreamingConfig(memory=memory, room_tokens=ROOM_TOKENS, device=device)
     return Engine.from_pretrained(model, client, dtype=dtype, streaming=config, **keywords)
 
 

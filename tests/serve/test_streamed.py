@@ -67,10 +67,25 @@ def test_requests_share_what_the_layers_leave(long):
         assert Failed.of(told.value).status == 413 and "fits has" in Failed.of(told.value).message
         with pytest.raises(InvalidArgument, match="leaves no room for a request of 65536 rows"):
             limited(engine, Limits(max_batch=1024, step_tokens=64, memory_tokens=POSITIONS))
-    with pytest.raises(InvalidArgument, match="--memory with --device cuda"):
-        streamed(str(long), client, "float32", "cuda", MEMORY, options)
+    with pytest.raises(InvalidArgument, match="--memory with --device xpu; it must be one of cpu, cuda"):
+        streamed(str(long), client, "float32", "xpu", MEMORY, options)
     with Engine.from_pretrained(long, client, **options) as engine:
         assert limited(engine, whole) is whole
+
+
+def test_on_a_gpu_it_streams_to_that(long, monkeypatch):
+    seen = []
+
+    def opened(_model, _client, streaming, **_):
+        seen.append(streaming)
+        raise InvalidArgument("as far as this test goes")
+
+    monkeypatch.setattr(Engine, "from_pretrained", opened)
+    for device in ("cuda:1", "cpu", "auto"):
+        with pytest.raises(InvalidArgument, match="as far"):
+            streamed(str(long), None, "float16", device, MEMORY, {})
+    assert [config.device for config in seen] == ["cuda:1", "cpu", "cpu"]
+    assert {config.memory for config in seen} == {MEMORY}
 
 
 def test_what_raises_for_its_size_is_no_fault_of_the_server():

@@ -18,7 +18,8 @@ import torch
 import transformers
 
 from kvclient.errors import InvalidArgument, KVClientError
-from kvclient.hf.speculation import Speculation
+from kvclient.hf import awq
+from kvclient.hf.speculation import DraftModel, PromptLookup, Speculation
 from kvclient.hf.streaming import (
     StreamingCausalLM,
     StreamingConfig,
@@ -26,7 +27,7 @@ from kvclient.hf.streaming import (
     streaming_stats,
     write_trace,
 )
-from kvclient.hf.streaming.files.checkpoint import HUB_ID
+from kvclient.hf.streaming.files.checkpoint import HUB_ID, fetched
 from kvclient.hf.streaming.planner.admission import Admission
 from kvclient.hf.streaming.planner.asked import PIECES
 from kvclient.hf.streaming.registry import streams_of
@@ -50,35 +51,39 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     name, about = "python -m kvclient.hf.streaming", "Generates with a model whose layers are read from disk."
     asked = argparse.ArgumentParser(prog=name, description=about)
-    asked.add_argument("directory", type=Path, help="of a checkpoint in safetensors, AWQ or plain")
+    asked.add_argument("directory", help="of safetensors, AWQ or plain; or a hub id that was fetched")
     asked.add_argument("--memory", type=memory, help="for all of it, as 2GiB; default: what is free")
     asked.add_argument("--device", default="cpu", help="cuda: --memory is of it, the rest in the host's")
     asked.add_argument("--host-threads", type=int, help="of the host, that computes layers beside cuda")
     asked.add_argument("--residency", choices=RESIDENCIES, default="auto")
+    for end in ("first", "last"):
+        asked.add_argument(f"--keep-{end}-k", type=int, default=4, help=f"partial_resident: the {end} layers")
     asked.add_argument("--prompt", default="The capital of France is")
     asked.add_argument("--max-new-tokens", type=int, default=16)
     asked.add_argument("--auto-truncate", action="store_true", help="beyond --memory: its last tokens")
     asked.add_argument("--slots", type=int, default=2, help="layers in memory of those that are streamed")
+    asked.add_argument("--prefetch-layers-ahead", type=int, help="read before they are asked for")
     asked.add_argument("--no-rearrange", action="store_true", help="read the safetensors where they lie")
     asked.add_argument("--trace", type=Path, help="a file for Perfetto: what was read and computed when")
     asked.add_argument("--draft", help="several tokens a pass: `lookup`, or a directory of a small model")
+    asked.add_argument("--branches", type=int, default=1, help="of each drafted token; more than 1: a tree")
+    asked.add_argument("--nodes", type=int, default=15, help="tokens of a tree, at most")
     asked.add_argument("--json", action="store_true", help="one object on standard output, nothing else")
     return asked
 
 
-def prompt_of(asked: argparse.Namespace) -> tuple[Any, Any]:
-    """The tokenizer, and the prompt's tokens. Raises InvalidArgument for what will not do however the model
-    is loaded, before it is.
+def prompt_of(asked: argparse.Namespace) -> tuple[Path, Any, Any]:
+    """The directory, its tokenizer, and the prompt's tokens. Raises InvalidArgument for what will not do
+    however the model is loaded, before it is.
     """
-    home = asked.directory
-    if not (home / "config.json").is_file():
-        told = f"{home} is no directory with a config.json"
-        if HUB_ID.fullmatch(str(home)) and not home.exists():
-            told += f"; no hub is asked here: `hf download {home} --local-dir DIR`, and pass DIR"
+    if (home := fetched(asked.directory)) is None:
+        told = f"{asked.directory} is no directory with a config.json"
+        if HUB_ID.fullmatch(asked.directory) and not Path(asked.directory).exists():
+            told += f"; no hub is asked here: `hf download {asked.directory}`"
         raise InvalidArgument(told)
     if asked.max_new_tokens < 1:
         raise InvalidArgument(f"--max-new-tokens {asked.max_new_tokens}: at least 1")
-    if asked.draft not in (None, "lookup") and not (Path(asked.draft) / "config.json").is_file():
+    if asked.draft not in (None, "lookup") and fetched(asked.draft) is None:
         raise InvalidArgument(f"--draft {asked.draft}: neither `lookup` nor a directory with a config.json")
     if asked.trace is not None and not asked.trace.absolute().parent.is_dir():
         raise InvalidArgument(f"--trace {asked.trace}: {asked.trace.absolute().parent} is no directory")
@@ -88,20 +93,31 @@ def prompt_of(asked: argparse.Namespace) -> tuple[Any, Any]:
     inputs = tokenizer(asked.prompt, return_tensors="pt")
     if not inputs["input_ids"].numel():
         raise InvalidArgument(f"--prompt {asked.prompt!r} has no tokens; at least 1")
-    return tokenizer, inputs
+    return home, tokenizer, inputs
 
 
-def drafts(named: str | None, memory: int | None) -> tuple[Speculation | None, int | None]:
-    """What --draft names: None, the prompt's own text, or a model; and the memory that it leaves, of `memory`
-    bytes. Raises InvalidArgument for a model that takes all of it.
+def small_model(home: Path) -> Any:
+    """Of a directory, in memory; packed words stay packed. Raises InvalidArgument."""
+    config = transformers.AutoConfig.from_pretrained(home, local_files_only=True)
+    if getattr(config, "quantization_config", None) is not None:
+        return awq.from_pretrained(home)
+    return transformers.AutoModelForCausalLM.from_pretrained(home, local_files_only=True).eval()
+
+
+def drafts(asked: argparse.Namespace) -> tuple[Speculation | None, int | None]:
+    """What --draft names: None, the prompt's own text, or a model; and what it leaves of --memory. Raises
+    InvalidArgument for a model that takes all of it, and a tree that is none.
     """
+    named, memory, nodes = asked.draft, asked.memory, asked.nodes
     if named is None or named == "lookup":
-        return (None if named is None else Speculation()), memory
-    model = transformers.AutoModelForCausalLM.from_pretrained(named, local_files_only=True).eval()
+        lookup = None if named is None else Speculation(PromptLookup(branches=asked.branches), nodes=nodes)
+        return lookup, memory
+    model = small_model(fetched(named) or Path(named))
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     if memory is not None and held >= memory:
         raise InvalidArgument(f"--draft {named} holds {held} bytes, --memory is {memory}")
-    return Speculation(model), None if memory is None else memory - held
+    made = Speculation(DraftModel(model, branches=asked.branches), nodes=nodes)
+    return made, None if memory is None else memory - held
 
 
 def admitted(model: torch.nn.Module, ids: torch.Tensor, asked: argparse.Namespace) -> int | None:
@@ -109,7 +125,7 @@ def admitted(model: torch.nn.Module, ids: torch.Tensor, asked: argparse.Namespac
     all, as they are with drafts, or where not one token is sure to fit, which is said, or where generate()
     asks by itself. Raises RequestTooLarge for a prompt that needs more than is free.
     """
-    if asked.memory is not None and asked.device == "cpu":
+    if asked.memory is not None:
         return None
     prompt = ids.shape[1]
     pieces = [prompt] if asked.draft else [prompt, *(piece for piece in PIECES if piece < prompt)]
@@ -161,19 +177,21 @@ def expected(stats: Mapping[str, Any], pass_s: float | None) -> str:
 def run(asked: argparse.Namespace) -> dict[str, object]:
     """Generates as the command line says: text, seconds, bytes and estimates by name."""
     began = time.perf_counter()
-    tokenizer, inputs = prompt_of(asked)
+    home, tokenizer, inputs = prompt_of(asked)
     room = inputs["input_ids"].shape[1] + asked.max_new_tokens
-    speculation, memory = drafts(asked.draft, asked.memory)
+    speculation, memory = drafts(asked)
     if memory is not None and asked.device == "cpu" and memory > (free := free_memory()):
         print(f"note: --memory leaves {memory} bytes, of which {free} are free", file=sys.stderr)
         memory = free  # what this process holds already counts for its cgroup, too
     config = StreamingConfig(
         residency=asked.residency, memory=memory, n_staging_slots=asked.slots,
+        keep_first_k=asked.keep_first_k, keep_last_k=asked.keep_last_k,
+        prefetch_layers_ahead=asked.prefetch_layers_ahead,
         rearrange=not asked.no_rearrange, trace=asked.trace is not None, device=asked.device,
         host_threads=asked.host_threads, room_tokens=room, auto_truncate=asked.auto_truncate,
     )  # fmt: skip
     steps = {name: None if asked.json else Step(what) for name, what in STEPS.items()}
-    model = StreamingCausalLM.from_pretrained(asked.directory, config, **steps)
+    model = StreamingCausalLM.from_pretrained(home, config, **steps)
     loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
     moved, pass_s = stats["bytes_per_pass"], expected_s(model)
     print(expected(stats, pass_s), file=sys.stderr)

@@ -65,11 +65,7 @@ class StreamingCausalLM:
         home = directory_of(directory)
         config = config or StreamingConfig()
         if config.device != "cpu":
-            if mover is not None:
-                raise InvalidArgument(f"mover={mover!r}; a model on {config.device} has one of its own")
-            model, streams = device.load(home, config, dtype, loading)
-            belong(model, streams)
-            return _with_generation(model, home)
+            return _on_device(home, config, dtype, mover, loading)
         if config.residency == "auto" and config.memory is not None and config.memory < WORKING_BYTES:
             raise InvalidArgument(f"memory={config.memory}; a pass alone takes {WORKING_BYTES} to work with")
         model, group = frame.empty_model(home, dtype)
@@ -122,6 +118,23 @@ class StreamingCausalLM:
                 return _with_generation(model.eval(), home)
 
 
+def _on_device(
+    home: Path, config: StreamingConfig, dtype: torch.dtype | None, mover: Any, loading: Any
+) -> torch.nn.Module:
+    """Raises InvalidArgument."""
+    if mover is not None:
+        raise InvalidArgument(f"mover={mover!r}; a model on {config.device} has one of its own")
+
+    def rooms(model: Any, packed: bool, found: Any) -> list[int]:
+        return asked.rooms(Shape.of(model, True, packed, found), config.room_tokens)
+
+    model, streams = device.load(home, config, dtype, loading, rooms)
+    belong(model, streams)
+    if config.memory is not None:
+        asked.install(model, config.memory, config.auto_truncate)
+    return _with_generation(model, home)
+
+
 def _with_generation(model: Any, home: Path) -> torch.nn.Module:
     if (home / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(home, local_files_only=True)
@@ -133,9 +146,11 @@ def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
     computed; the share of the time in which the link had something to do. Bytes a pass.
     """
     streams = known(model)
+    limit = asked.asked_of(model)
+    requests = {} if limit is None else {"requests": limit.report()}
     if isinstance(streams, DeviceStreams):
-        return streams.stats()
-    found = {"bytes_held": streams.plan.bytes, "bytes_per_pass": streams.plan.moved}
+        return streams.stats() | requests
+    found = {"bytes_held": streams.plan.bytes, "bytes_per_pass": streams.plan.moved, **requests}
     if (scheduler := streams.scheduler) is None:
         return found
     link = scheduler.link()
@@ -163,7 +178,7 @@ def expected_s(model: torch.nn.Module) -> float | None:
 
 def write_trace(model: torch.nn.Module, path: str | Path) -> None:
     """What was read, waited for and computed, for Perfetto. Raises InvalidArgument without trace=True."""
-    if (trace := known(model).trace) is None:
+    if (trace := known(model).traced()) is None:
         raise InvalidArgument("nothing was traced; StreamingConfig(trace=True) does")
     trace.write(path)
 

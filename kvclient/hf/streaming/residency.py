@@ -20,6 +20,7 @@ WORKING_BYTES = 256 << 20  # of "auto", at least: what a request computes with b
 ROOM_TOKENS = 384  # of the request that "auto" leaves room for: of a prompt and its answer
 DEVICES = ("cpu", "cuda")
 LEAST_SLOTS, MOST_SLOTS = 2, 64
+CGROUPS = Path("/sys/fs/cgroup")
 PARTS = ("attention", "ffn")  # of a layer, in the order in which they lie
 
 
@@ -61,8 +62,6 @@ class StreamingConfig:
             raise InvalidArgument(f"host_threads={self.host_threads}; at least 1, or None")
         if self.device.partition(":")[0] not in DEVICES:
             raise InvalidArgument(f"device={self.device!r}; it must be one of {', '.join(DEVICES)}")
-        if self.trace and self.device != "cpu":
-            raise InvalidArgument("trace=True; what a GPU copies and computes is in streaming_stats() only")
         if self.room_tokens < 1:
             raise InvalidArgument(f"room_tokens={self.room_tokens}; at least 1")
         for name in ("keep_first_k", "keep_last_k", "memory", "prefetch_layers_ahead"):
@@ -256,16 +255,26 @@ def _free() -> int:
 
 
 def _left_of(groups: str) -> list[int | None]:
-    """What each memory controller of a process leaves it. groups: /proc/self/cgroup."""
+    """What each memory controller leaves a process, by its group and those round it. groups:
+    /proc/self/cgroup.
+    """
     found: list[int | None] = []
     for line in groups.splitlines():
         _, kinds, group = line.split(":", 2)
         if kinds == "":
-            found.append(_left(Path(f"/sys/fs/cgroup{group}"), "memory.max", "memory.current"))
+            root, names = CGROUPS, ("memory.max", "memory.current")
         elif "memory" in kinds.split(","):
-            home = Path(f"/sys/fs/cgroup/memory{group}")
-            home = home if home.is_dir() else Path("/sys/fs/cgroup/memory")  # a container sees its own there
-            found.append(_left(home, "memory.limit_in_bytes", "memory.usage_in_bytes"))
+            root, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        home = root / group.lstrip("/")
+        home = home if home.is_dir() else root  # a container sees its own there
+        # A group has no more than each one that it lies in: systemd limits a slice, and services in it.
+        while True:
+            found.append(_left(home, *names))
+            if home == root or root not in home.parents:
+                break
+            home = home.parent
     return found
 
 

@@ -203,6 +203,10 @@ class Streams:
         finally:
             self._after(number, computed=False)(layer, (), None)
 
+    def traced(self) -> Trace | None:
+        """None: nothing is traced."""
+        return self.trace
+
     def left(self) -> int:
         """Bytes of the plan that have no memory yet, and will."""
         if self._closed:

@@ -111,6 +111,8 @@ def forked(run: Callable[[], dict]) -> dict:
     ends = os.pipe()
     if not (child := os.fork()):
         code = 1
+        # torch gave a forked process no pool once ("Invalid thread pool!"): it is asked before threads are.
+        torch.set_num_threads(1)
         try:
             os.write(ends[1], json.dumps(run()).encode())
             code = 0

@@ -24,6 +24,7 @@ from kvclient.hf.streaming.device.exchange import Exchange
 from kvclient.hf.streaming.device.layout import HALVES, Moving, tensor_of
 from kvclient.hf.streaming.files.index import ALIGNMENT
 from kvclient.hf.streaming.mover import pages
+from kvclient.hf.streaming.trace import Trace
 
 PACKED = 0.9  # of a layer's bytes, so that the host computes it: the device reads the others over the link
 Words = Callable[[int, str], torch.Tensor]  # a layer's number and a tensor's name to the checkpoint's words
@@ -58,6 +59,7 @@ class HostLayers:
         self._layers: dict[int, list[AwqLinear]] = {}
         self._bytes: dict[int, int] = {}
         self.computed_s: dict[int, float] = {}  # by layer, so far
+        self.trace: Trace | None = None
 
     @property
     def bytes(self) -> int:
@@ -100,9 +102,11 @@ class HostLayers:
         try:
             yield
         finally:
-            self._here.number = before
+            self._here.number, ended = before, time.monotonic()
             with self._lock:
-                self.computed_s[number] += time.monotonic() - began
+                self.computed_s[number] += ended - began
+            if self.trace is not None:
+                self.trace.span("host computes", number, began, ended)
 
     def _forward(self, number: int, linear: AwqLinear, twin: AwqLinear) -> Callable[..., torch.Tensor]:
         def forward(x: torch.Tensor) -> torch.Tensor:

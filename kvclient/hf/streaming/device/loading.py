@@ -31,33 +31,36 @@ from kvclient.hf.streaming.files.headers import Source, tensors
 from kvclient.hf.streaming.files.index import Part, sources, split
 from kvclient.hf.streaming.files.rearrange import layers_of
 from kvclient.hf.streaming.mover import StreamingFailed
-from kvclient.hf.streaming.residency import PARTS, Plan, StreamingConfig, free_memory
+from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, Plan, StreamingConfig, free_memory
 
 READERS = 4  # layers that are read at one time
 Told = Callable[[int, int], None]
+Rooms = Callable[[Any, bool, Mapping[str, Source]], Sequence[int]]  # model, whether it is packed, tensors
 
 
 def load(
     home: Path, config: StreamingConfig, dtype: torch.dtype | None, told: Told | None = None,
-    runtime: Runtime | None = None,
+    rooms: Rooms | None = None,
 ) -> tuple[Any, DeviceStreams]:  # fmt: skip
-    """The model of a directory. Raises InvalidArgument for a checkpoint, a device or a memory that will not
-    do.
+    """The model of a directory. rooms: as device_plan() takes them. Raises InvalidArgument for a checkpoint,
+    a device or a memory that will not do.
     """
-    runtime = runtime or Cuda(torch.device(config.device))
+    runtime = Cuda(torch.device(config.device))
     model, group = frame.empty_model(home, dtype)
     found = tensors(home, sources(home))
     prefix, layers = layers_of(home, found)
     rest = {name: source for name, source in found.items() if split(name) is None}
-    return assemble(model, group, prefix, layers, rest, config, runtime, told)
+    left = (WORKING_BYTES,) if rooms is None else rooms(model, group is not None, found)
+    return assemble(model, group, prefix, layers, rest, config, runtime, told, left)
 
 
 def assemble(
     model: Any, group: int | None, prefix: str, layers: Sequence[Mapping[str, Source]],
     rest: Mapping[str, Source], config: StreamingConfig, runtime: Runtime, told: Told | None = None,
+    rooms: Sequence[int] = (WORKING_BYTES,),
 ) -> tuple[Any, DeviceStreams]:  # fmt: skip
     """The model, whose parameters have no memory yet, filled. layers: each one's tensors by their names in
-    it; rest: those outside. Raises InvalidArgument.
+    it; rest: those outside; rooms: as device_plan() takes them. Raises InvalidArgument.
     """
     modules = model.get_submodule(prefix)
     if len(modules) != len(layers):
@@ -72,7 +75,7 @@ def assemble(
     embedding = f"{frame.name_of(model, model.get_input_embeddings())}.weight"
     outside = _outside(model, rest, embedding, parts)
     sizes = [{name: part.length for name, part in of.items()} for of in parts]
-    plan = device_plan(config, sizes, outside, runtime.free())
+    plan = device_plan(config, sizes, outside, runtime.free(), rooms)
     _check_host(plan, outside)
     filling = _Filling(model, prefix, layers, parts, plan, runtime, told, config.host_threads is not None)
     filling.outside(rest, embedding)
@@ -83,6 +86,7 @@ def assemble(
                 module._buffers[name] = buffer.to(runtime.device)
     mover = DeviceMover(image, runtime.memory, runtime) if moving else None
     streams = DeviceStreams(moving, plan, config, mover, runtime)
+    streams.unpacked = outside.working
     if config.host_threads is not None and image is not None:
         try:
             placing.share(model.eval(), streams, image, config.host_threads, filling.words)

@@ -32,29 +32,34 @@ class Outside:
 
 
 def device_plan(
-    config: StreamingConfig, layers: Sequence[dict[str, int]], outside: Outside, free: int
-) -> Plan:
-    """layers: bytes of each part; free: of the device, where the configuration says no memory. Raises
-    InvalidArgument, with the numbers, for a memory that cannot hold what the residency wants.
+    config: StreamingConfig, layers: Sequence[dict[str, int]], outside: Outside, free: int,
+    rooms: Sequence[int] = (WORKING_BYTES,),
+) -> Plan:  # fmt: skip
+    """layers: bytes of each part; free: of the device, where the configuration says no memory. rooms: bytes
+    that "auto" leaves for requests: the first of them that any plan leaves. Raises InvalidArgument, with the
+    numbers, for a memory that cannot hold what the residency wants.
     """
     count, memory = len(layers), config.memory if config.memory is not None else free
-    work = WORKING_BYTES + outside.working
+    work = min(rooms) + outside.working
     if config.residency != "auto":
-        found = _plan(config, layers, parts_streamed(config, count), outside)
-        if found.bytes + work > memory:
+        only = _plan(config, layers, parts_streamed(config, count), outside)
+        if only.bytes + work > memory:
             raise InvalidArgument(
-                f"memory={memory}; {config.residency} needs {found.bytes + work} bytes of the device: "
-                f"{found.bytes} for weights and slots, {work} to work with"
+                f"memory={memory}; {config.residency} needs {only.bytes + work} bytes of the device: "
+                f"{only.bytes} for weights and slots, {work} to work with"
             )
-        return found
-    for streamed in range(count + 1):
-        chosen = [PARTS if moves else () for moves in spread(count, streamed)]
-        found = _plan(config, layers, chosen, outside)
-        if found.bytes + work <= memory:
-            return found
+        return only
+    found = [
+        _plan(config, layers, [PARTS if moves else () for moves in spread(count, streamed)], outside)
+        for streamed in range(count + 1)
+    ]
+    for room in rooms:
+        if fit := [plan for plan in found if plan.bytes + room + outside.working <= memory]:
+            return fit[0]
+    least = found[-1]
     raise InvalidArgument(
-        f"memory={memory}; with every layer streamed the model needs {found.bytes + work} bytes of the "
-        f"device: {found.bytes} for what is outside of the layers and {config.n_staging_slots} slots, {work} "
+        f"memory={memory}; with every layer streamed the model needs {least.bytes + work} bytes of the "
+        f"device: {least.bytes} for what is outside of the layers and {config.n_staging_slots} slots, {work} "
         "to work with"
     )
 

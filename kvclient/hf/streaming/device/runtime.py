@@ -8,6 +8,7 @@ one that does it late (tests/hf/streaming/device).
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,15 @@ from kvclient.kernels import contract
 
 ALIGNMENT = 512  # of a tensor, as torch's own allocator has it: a product's last bits depend on it
 HOST_TYPES = {2: torch.int16, 4: torch.int32}  # of elements, by their size, as they are handed to the device
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes. held: now; peak: the most so far; files: of `held`, what the kernel takes back by itself."""
+
+    held: int
+    peak: int
+    files: int = 0
 
 
 class Runtime(Protocol):
@@ -54,6 +64,9 @@ class Runtime(Protocol):
 
     def free(self) -> int:
         """Bytes of the device that nobody has taken."""
+
+    def reading(self) -> Reading | None:
+        """What is held of the device, and the most so far; None: it does not say."""
 
     def lacks(self) -> str | None:
         """Why there are no AWQ kernels for it; None: there are."""
@@ -127,6 +140,11 @@ class Cuda:
         """As the driver says, and what torch keeps for its next tensors."""
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(torch.cuda.mem_get_info(self.device)[0]) + held
+
+    def reading(self) -> Reading:
+        """As torch's allocator counts."""
+        held = torch.cuda.memory_allocated(self.device)
+        return Reading(held, torch.cuda.max_memory_allocated(self.device))
 
     def lacks(self) -> str | None:
         """As the kernels' library says."""

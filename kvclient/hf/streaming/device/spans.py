@@ -1,7 +1,8 @@
 """How long the device copied, waited and computed, by layer: out of pairs of events that it passes.
 
-Owns the pairs that have not been passed, and the sums. Never waits for the device. Invariant: no more than
-MOST pairs are kept; of more the oldest are not counted, and `lost` says how many.
+Owns the pairs that have not been passed, the sums, and where a trace has each span. Never waits for the
+device. Invariant: no more than MOST pairs are kept; of more the oldest are not counted, and `lost` says how
+many.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ import threading
 from collections import defaultdict, deque
 from typing import Any
 
+from kvclient.hf.streaming.trace import Trace
+
 MOST = 1 << 14
+FAR_S = 10.0  # from an origin on: CUDA says milliseconds as a float, which then has microseconds no more
 
 
 class Spans:
-    def __init__(self) -> None:
+    """trace: gets each span; origin: an event that was passed, and when, by time.monotonic()."""
+
+    def __init__(self, trace: Trace | None = None, origin: tuple[Any, float] | None = None) -> None:
+        assert trace is None or origin is not None
+        self._trace, self._origin = trace, origin
         self._open: deque[tuple[str, int, Any, Any]] = deque()
         self._lock = threading.Lock()
         self._sums: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -49,3 +57,9 @@ class Spans:
             seconds = begun.elapsed_time(ended) / 1e3
             self._sums[kind][layer] += seconds
             self._last[kind] = seconds
+            if self._trace is not None and self._origin is not None:
+                event, at_s = self._origin
+                began_s = at_s + event.elapsed_time(begun) / 1e3
+                self._trace.span(kind, layer, began_s, began_s + seconds)
+                if began_s - at_s > FAR_S:
+                    self._origin = begun, began_s

@@ -27,6 +27,7 @@ from kvclient.hf.streaming.placement.choice import Placement
 from kvclient.hf.streaming.residency import Plan, StreamingConfig
 from kvclient.hf.streaming.scheduler import Scheduler
 from kvclient.hf.streaming.slots import Slot
+from kvclient.hf.streaming.trace import Trace
 from kvclient.hf.streaming.weights.places import changed, forward_only
 
 
@@ -42,7 +43,7 @@ class DeviceStreams:
         self.mover, self.runtime = mover, runtime
         self.digests: dict[tuple[int, str], Any] = {}  # of streamed weights, once somebody computed them
         self.embedding = None  # none that is read row by row
-        self.trace = None
+        self.unpacked = 0  # bytes of the largest packed matrix as numbers, which many rows are multiplied by
         self.scheduler: Scheduler | None = None
         self.link: float | None = None  # bytes a second, measured before anything was computed
         self.shares: Shares | None = None  # what the host computes
@@ -54,8 +55,10 @@ class DeviceStreams:
         self._there: dict[tuple[int, int], list[tuple[Attribute, Any]]] = {}  # by layer and slot
         for values in self._away.values():
             put(values)
+        self.trace = Trace() if config.trace else None
         if mover is None:
             return
+        mover.spans = self._new_spans()
         pieces = {n: (Piece(layer.offset, layer.length, None),) for n, layer in moving.items()}
         longest = max(moving.values(), key=lambda layer: layer.length)
         self.link = mover.rate(longest.number, pieces[longest.number], mover.memory(longest.length))
@@ -64,6 +67,20 @@ class DeviceStreams:
             layer.module.register_forward_pre_hook(self._before(number))
             layer.module.register_forward_hook(self._after(number), always_call=True)
         self._began = time.monotonic()
+
+    def traced(self) -> Trace | None:
+        """With all that the device has done; None: nothing is traced. Waits for the device."""
+        if self.trace is not None and self.mover is not None:
+            self.runtime.settle()
+            self.mover.spans.by_layer("copy")  # counts what was passed
+        return self.trace
+
+    def _new_spans(self) -> Spans:
+        if self.trace is None:
+            return Spans()
+        passed = self.runtime.current_stream().record_event(self.runtime.event())
+        self.runtime.settle()
+        return Spans(self.trace, (passed, time.monotonic()))
 
     def close(self) -> None:
         """Ends the copies; the model cannot be called any more."""
@@ -116,7 +133,8 @@ class DeviceStreams:
         self.placement = Placement(shares, self.moved(), (), self.scheduler)
         self.placement.choice(1)  # so that it is told before anything is computed
         self.runtime.settle()
-        self.mover.spans, self._began = Spans(), time.monotonic()
+        self.mover.spans, self._began = self._new_spans(), time.monotonic()
+        hosts.trace = self.trace
         self.scheduler.loads = self.scheduler.hits = self.scheduler.retries = self.scheduler.bytes = 0
 
     def stats(self) -> dict[str, Any]:

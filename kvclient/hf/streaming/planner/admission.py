@@ -64,24 +64,38 @@ class Estimate:
 class Admission:
     """memory: for weights, slots and the call; None: what is free where it computes once what stays of a
     streamed model is there, and what the model holds there. chunk: of the prompt, computed at one time
-    (generate()'s prefill_chunk_size). Raises InvalidArgument for a model whose configuration does not say its
-    shape, StreamingFailed where it waits for a model.
+    (generate()'s prefill_chunk_size). raised: as often as much, for what was measured before. Raises
+    InvalidArgument for a model whose configuration does not say its shape, StreamingFailed where it waits for
+    a model.
     """
 
-    def __init__(self, model: torch.nn.Module, memory: int | None = None, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, model: torch.nn.Module, memory: int | None = None, chunk: int = CHUNK, raised: float = 1.0
+    ) -> None:
         check_bounds("chunk", chunk, 1, MOST_TOKENS)
-        self.chunk, self._raised = chunk, 1.0
-        self._shape = Shape.of(model, streams_of(model) is not None, is_packed(model))
+        self.chunk, self.raised = chunk, raised
+        streams = streams_of(model)
+        self._shape = Shape.of(model, streams is not None, is_packed(model))
         self._held = _held(model)
-        self._embedding = getattr(streams_of(model), "embedding", None)  # that is read row by row
+        self._unpacked = getattr(streams, "unpacked", 0)  # of a device: a matrix of numbers
+        self._embedding = getattr(streams, "embedding", None)  # that is read row by row
+        self._others = 0  # bytes of its rows that calls under way may look up
         self.memory = _free(model) + self._held if memory is None else memory
 
-    def of_pieces(self, chunk: int, memory: int) -> Admission:
-        """The same where so many tokens are computed at one time, in so much memory."""
+    def of_pieces(self, chunk: int, memory: int, others: int = 0) -> Admission:
+        """The same where so many tokens are computed at one time, in so much memory. others: rows() of calls
+        that run meanwhile.
+        """
         check_bounds("chunk", chunk, 1, MOST_TOKENS)
         made = copy.copy(self)
-        made.chunk, made.memory = chunk, memory
+        made.chunk, made.memory, made._others = chunk, memory, others
         return made
+
+    def rows(self, prompt: int, rows: int = 1) -> int:
+        """Bytes that a call may look up at one time of an embedding that is read row by row; 0 without
+        one.
+        """
+        return 0 if self._embedding is None else self._embedding.rows_bytes(rows * min(self.chunk, prompt))
 
     def estimate(self, prompt: int, new: int, rows: int = 1) -> Estimate:
         """Of `rows` prompts of so many tokens, and as many new ones for each."""
@@ -90,9 +104,9 @@ class Admission:
         check_bounds("new", new, 0, MOST_TOKENS)
         parts = self._shape.kv(prompt + new), self._shape.piece(min(self.chunk, prompt), prompt + new)
         kv, piece = (self._up(rows * part) for part in parts)
-        fixed = self._shape.fixed
+        fixed = self._shape.fixed + self._unpacked
         if self._embedding is not None:
-            fixed += self._embedding.beyond(rows * min(self.chunk, prompt))
+            fixed += self._embedding.beyond(rows * min(self.chunk, prompt), self._others)
         logits = self._up(rows * self._shape.logits)
         return Estimate(prompt, new, self._held, kv, piece + self._up(fixed), logits)
 
@@ -127,10 +141,10 @@ class Admission:
     def measured(self, estimate: Estimate, working_bytes: int) -> None:
         """What a call that was estimated so took above `held`: later estimates are no less."""
         if estimate.working:
-            self._raised = max(self._raised, self._raised * working_bytes / estimate.working)
+            self.raised = max(self.raised, self.raised * working_bytes / estimate.working)
 
     def _up(self, count: int) -> int:
-        return int(count * self._raised) + 1
+        return int(count * self.raised) + 1
 
 
 def _free(model: torch.nn.Module) -> int:

@@ -2,7 +2,8 @@
 
 Owns the method that is put on such a model, the room that its plan leaves for a request, and what calls under
 way may take. Never looks at what is free. Invariant: all that is held, and all that calls under way may take,
-is no more than the limit; what would be is a RequestTooLarge before anything is computed.
+is no more than the limit; what would be is a RequestTooLarge before anything is computed. A call that was
+measured to take more than was said raises all later estimates by that.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 
 from kvclient.hf.streaming.planner.admission import CHUNK, Admission, RequestTooLarge
+from kvclient.hf.streaming.planner.gauge import gauge_of
 from kvclient.hf.streaming.planner.shape import Shape
 from kvclient.hf.streaming.residency import WORKING_BYTES
 
+MOST_RAISED = 2.0  # by what was measured: somebody else in the process may have taken it
 PIECES = (CHUNK, CHUNK // 4)  # of a prompt that is too long to be computed at one time; each reads all layers
 NEW_TOKENS = 20  # generate()'s own, where nobody says how many
 OF_EACH_TOKEN = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids")
@@ -78,28 +81,50 @@ class Asked:
         self.memory = memory
         self.pieces: int | None = None
         self._truncate, self._lock, self._taken = truncate, threading.Lock(), 0
+        self._running, self._rows = 0, 0  # calls under way, and what they may look up
+        self._said = {"asked": 0, "in_pieces": 0, "truncated": 0, "refused": 0}
+        self._raised = 1.0
+
+    def report(self) -> dict[str, float]:
+        """Calls so far: how many were asked about, computed in pieces, cut and refused; by how much estimates
+        were raised.
+        """
+        with self._lock:
+            return {**self._said, "raised": self._raised}
 
     @contextlib.contextmanager
     def call(self, model: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The arguments, by name, that it may run with within the block. Raises RequestTooLarge."""
         call = Call.of(model, asked)
-        admission = Admission(model, self.memory)
+        admission = Admission(model, self.memory, raised=self._raised)
         with self._lock:
+            self._said["asked"] += 1
+            number, alone = self._said["asked"], not self._running
             memory = self.memory - self._taken
-            tried = [admission.of_pieces(chunk, memory) for chunk in self._chunks(call)]
+            tried = [admission.of_pieces(chunk, memory, self._rows) for chunk in self._chunks(call)]
             fits = (each for each in tried if each.fits(call.prompt, call.new, call.rows))
             chosen, prompt = next(fits, tried[-1]), call.prompt
             if not chosen.fits(prompt, call.new, call.rows):
                 prompt = self._cut(chosen, call, asked)
-            working = chosen.estimate(prompt, call.new, call.rows).working
-            self._taken += working
-        if not call.whole and prompt > chosen.chunk:
-            asked["prefill_chunk_size"] = chosen.chunk
+            estimate, rows = chosen.estimate(prompt, call.new, call.rows), chosen.rows(prompt, call.rows)
+            self._taken, self._rows, self._running = (
+                self._taken + estimate.working, self._rows + rows, self._running + 1,
+            )  # fmt: skip
+            if not call.whole and prompt > chosen.chunk:
+                asked["prefill_chunk_size"] = chosen.chunk
+                self._said["in_pieces"] += 1
+        gauge = gauge_of(model) if alone else None
         try:
             yield asked
         finally:
+            taken = gauge.taken() if gauge is not None else None
             with self._lock:
-                self._taken -= working
+                self._taken, self._rows, self._running = (
+                    self._taken - estimate.working, self._rows - rows, self._running - 1,
+                )  # fmt: skip
+                if taken is not None and self._said["asked"] == number:  # nobody else was there
+                    chosen.measured(estimate, taken)
+                    self._raised = min(MOST_RAISED, max(self._raised, chosen.raised))
 
     def serve(self, model: Any, chunk: int, rows: int) -> int:
         """From here on prompts are computed in pieces of so many tokens. Returns of how many tokens there is
@@ -107,7 +132,7 @@ class Asked:
         of none. Not for calls that other threads make meanwhile.
         """
         self.pieces = chunk
-        admission = Admission(model, self.memory, chunk + rows)
+        admission = Admission(model, self.memory, chunk + rows, self._raised)
         more = (rows - 1) * admission.estimate(1, 0).logits
         return admission.of_pieces(chunk + rows, self.memory - more).longest(0)
 
@@ -124,10 +149,12 @@ class Asked:
         longest = chosen.longest(call.new, call.rows, call.prompt)
         cached = any(asked.get(name) is not None for name in ("past_key_values", "cache", "inputs_embeds"))
         if cached or not (self._truncate and longest):
+            self._said["refused"] += 1
             raise RequestTooLarge(chosen.estimate(call.prompt, call.new, call.rows), chosen.memory, longest)
         for name in OF_EACH_TOKEN:
             if isinstance(value := asked.get(name), torch.Tensor) and value.shape[-1] == call.prompt:
                 asked[name] = value[..., -longest:]
+        self._said["truncated"] += 1
         return longest
 
 

@@ -122,11 +122,18 @@ class StreamedEmbedding:
             self._there.add(block)
             self.bytes += length
 
-    def beyond(self, tokens: int) -> int:
-        """Bytes that the rows of so many tokens, looked up at one time, may take above ROWS_BYTES."""
+    def rows_bytes(self, tokens: int) -> int:
+        """That the rows of so many tokens, looked up at one time, may take."""
         width = self._table.length // self._table.shape[0]
         most = 1 if BLOCK_BYTES % width == 0 else -(-width // BLOCK_BYTES) + 1  # blocks of a row
-        return max(0, min(len(self._memory), tokens * most * BLOCK_BYTES) - ROWS_BYTES)
+        return min(len(self._memory), tokens * most * BLOCK_BYTES)
+
+    def beyond(self, tokens: int, others: int = 0) -> int:
+        """Bytes that they take above ROWS_BYTES, which the plan holds once. others: rows_bytes() of calls
+        that may look some up at the same moment, for whom that was asked before.
+        """
+        whole = min(len(self._memory), others + self.rows_bytes(tokens))
+        return max(0, whole - ROWS_BYTES) - max(0, min(len(self._memory), others) - ROWS_BYTES)
 
 
 class StreamedHead:

@@ -141,6 +141,9 @@ class Late:
     def free(self) -> int:
         return self.has
 
+    def reading(self) -> None:
+        """It does not count."""
+
     def lacks(self) -> str | None:
         return None
 

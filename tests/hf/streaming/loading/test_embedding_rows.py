@@ -65,6 +65,33 @@ def test_more_at_one_time_take_what_was_said_and_are_given_back(embedding):
     assert rows.beyond(MOST) == 0 and rows.beyond(1000) == (ROWS - MOST) * BLOCK_BYTES
 
 
+def test_rows_of_two_calls_at_one_moment_are_counted_as_both_take(embedding):
+    """Each was allowed what the plan holds once: 32 MiB of rows more than that."""
+    module, rows = embedding
+    inside, may_end = threading.Event(), threading.Event()
+
+    def within(*_):
+        if threading.current_thread() is thread:
+            inside.set()
+            assert may_end.wait(60)
+
+    module.register_forward_pre_hook(within)
+    thread = threading.Thread(target=lambda: module(torch.arange(MOST)))
+    thread.start()
+    try:
+        assert inside.wait(60)
+        module(torch.arange(MOST, 2 * MOST))
+        both = there(rows)
+    finally:
+        may_end.set()
+        thread.join()
+    assert both == 2 * MOST * BLOCK_BYTES
+    first, second = rows.beyond(MOST), rows.beyond(MOST, rows.rows_bytes(MOST))
+    assert both == MOST * BLOCK_BYTES + first + second
+    assert rows.beyond(2 * ROWS, rows.rows_bytes(ROWS // 2)) == (ROWS // 2) * BLOCK_BYTES  # all there are
+    assert rows.beyond(2 * ROWS, rows.rows_bytes(2 * ROWS)) == 0
+
+
 def test_rows_make_room_though_somebody_always_looks_some_up(embedding):
     """Each call begins while the one before, of another thread, has not ended: what neither needs goes."""
     module, rows = embedding
@@ -105,5 +132,7 @@ def test_an_estimate_counts_them(tmp_path, checkpoint, monkeypatch):
     said = [Admission(each, memory=1 << 40, chunk=16).estimate(40, 2) for each in (model, whole)]
     more = streams_of(model).embedding.beyond(16)
     assert more > 0 and said[0].activations - said[1].activations == more
+    beside = Admission(model, memory=1 << 40, chunk=16).of_pieces(16, 1 << 40, said[0].activations)
+    assert beside.rows(40) == more and beside.estimate(40, 2).activations <= said[0].activations
     for each in (model, whole):
         streams_of(each).close()
