@@ -24,8 +24,8 @@ void multiply_tile(const kvk_awq& a, uint32_t start, uint32_t inputs, uint32_t p
       const AwqSlice slice{i, i * part, part};
       const AwqColumns columns(a, (start + slice.at) / a.group, word, count);
       const AwqRun run = awq_run(a, start + slice.at, word);
-      AwqRun ahead = awq_ahead(a, start + slice.at, inputs, word_start, word_stop, word);
-      if (a.rows == 1 && a.order == KVK_AWQ_PANELS) ahead.words = nullptr;  // read in their order: the processor asks in time
+      // Asked for also where panels are read in their order: not every processor, or what virtualises it, asks by itself.
+      const AwqRun ahead = awq_ahead(a, start + slice.at, inputs, word_start, word_stop, word);
       uint32_t row = 0;
       awq_panel<4>(a.rows, columns, run, ahead, count, slice, x, row, total + panel, panels);
       awq_panel<2>(a.rows, columns, run, ahead, count, slice, x, row, total + panel, panels);
