@@ -173,12 +173,14 @@ class AwqLinear(torch.nn.Module):
         words = self.qweight[0] if panels else self.qweight
         packed = (words.numpy(), self.qzeros.numpy(), self.scales.numpy())
         step = max(8, TILE_BYTES // (x.dtype.itemsize * self.in_features) // 8 * 8)
+        threads = torch.get_num_threads()
+        stand_for(threads)  # torch's threads would spin behind each tile's product, where the next is unpacked
         out = rows.new_empty((len(rows), self.out_features))
         for start in range(0, self.out_features, step):
             width = min(step, self.out_features - start)
             tile = torch.empty((self.in_features, width), dtype=x.dtype)
             bits = tile.view(torch.int16).numpy().view("uint16")
-            awq.dequantise(bits, start, *packed, self.group, torch.get_num_threads(), panels=panels)
+            awq.dequantise(bits, start, *packed, self.group, threads, panels=panels)
             out[:, start : start + width] = rows @ tile
         out = out if self.bias is None else out + self._bias(x.dtype)
         return out.reshape(*x.shape[:-1], self.out_features)

@@ -29,9 +29,10 @@ before = threads()
 numbers = torch.zeros(1 << 18).exp()
 numbers.zero_()
 torchs = threads() - before
-layer = awq.AwqLinear(64, 128, 16, False, torch.float32)
+kind, rows = getattr(torch, "{{kind}}"), {{rows}}
+layer = awq.AwqLinear(64, 128, 16, False, kind)
 for _ in range(3):
-    layer(torch.ones(2, 64))
+    layer(torch.ones(rows, 64, dtype=kind))
 theirs = sum(map(slept, torchs))
 for _ in range({LOOPS}):
     numbers.exp()
@@ -43,8 +44,11 @@ assert torch.equal(numbers.exp(), torch.ones(1 << 18))
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) > 2, reason="libgomp spins where it has cores to spare")
 @pytest.mark.skipif("OpenMP" not in torch.__config__.parallel_info(), reason="torch has no OpenMP here")
-def test_torchs_threads_sleep_behind_a_loop():
-    done = run_warm([sys.executable, "-c", CODE], timeout=300, check=True)
+@pytest.mark.parametrize("kind, rows", [("float32", 2), ("bfloat16", 200)])
+def test_torchs_threads_sleep_behind_a_loop(kind, rows):
+    """Of few rows, and of many, whose words become numbers for torch's product."""
+    code = CODE.replace("{kind}", kind).replace("{rows}", str(rows))
+    done = run_warm([sys.executable, "-c", code], timeout=300, check=True)
     theirs, slept, teams = map(int, done.stdout.split())
     assert theirs == 1 and slept > LOOPS // 2
     assert teams == 1
