@@ -174,7 +174,7 @@ class AwqLinear(torch.nn.Module):
         packed = (words.numpy(), self.qzeros.numpy(), self.scales.numpy())
         step = max(8, TILE_BYTES // (x.dtype.itemsize * self.in_features) // 8 * 8)
         threads = torch.get_num_threads()
-        stand_for(threads)  # torch's threads would spin behind each tile's product, where the next is unpacked
+        stand_for(threads)  # torch's would spin behind each tile's product, where the next is unpacked
         out = rows.new_empty((len(rows), self.out_features))
         for start in range(0, self.out_features, step):
             width = min(step, self.out_features - start)
