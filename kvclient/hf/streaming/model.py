@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,8 @@ def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def expected_s(model: torch.nn.Module) -> float | None:
-    """Seconds of a pass of one row, out of the rate of the reads so far and the products of one layer, both
-    measured; None: nothing is streamed. Raises StreamingFailed.
+    """Seconds of a pass of one row, out of the rate of the reads, of which one is made for it, and the
+    products of one layer, both measured; None: nothing is streamed. Raises StreamingFailed.
     """
     streams = known(model)
     if isinstance(streams, DeviceStreams):
@@ -173,7 +174,9 @@ def expected_s(model: torch.nn.Module) -> float | None:
     if streams.scheduler is None or not (moved := streams.moved()):
         return None
     rest = streams.plan.moved - sum(moved.values())
-    return streams.measured((1,)).expected_s([*moved.values(), rest], len(streams.computed_s))
+    rate = streams.scheduler.probed_rate()
+    costs = replace(streams.measured((1,)), link=rate)
+    return costs.expected_s([*moved.values(), rest], len(streams.computed_s))
 
 
 def write_trace(model: torch.nn.Module, path: str | Path) -> None:

@@ -196,6 +196,21 @@ class Scheduler:
         with self._changed:
             return self.bytes / max(self._busy(time.monotonic()), 1e-9)
 
+    def probed_rate(self) -> float:
+        """The same, and of a layer that is read for it, if that was faster: what came before went into memory
+        that was touched for the first time, beside all of loading. Raises StreamingFailed, and Closed.
+        """
+        with self._changed:
+            held = {slot.layer for slot in self.slots}
+            left = [layer for layer in self._layers if layer not in held]
+        if not left or self._asks:
+            return self.rate()
+        began = time.monotonic()
+        with self.holding(left[-1], passing=False):
+            took = time.monotonic() - began
+        length = sum(piece.length for piece in self._layers[left[-1]])
+        return max(self.rate(), length / max(took, 1e-9))
+
     def _busy(self, now: float) -> float:
         return self.filling_s + (now - self._since if self._filling else 0.0)
 

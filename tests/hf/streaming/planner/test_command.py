@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from kvclient.hf.awq.linear import AwqLinear
-from kvclient.hf.streaming import StreamingCausalLM, __main__
+from kvclient.hf.streaming import StreamingCausalLM, __main__, scheduler
+from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.registry import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 
@@ -84,6 +85,45 @@ def test_a_hub_id_that_was_fetched_stands_for_its_files(command, tmp_path, monke
     plain, _ = command()
     assert command(directory="some/model")[0] == plain
     assert (snapshot / "kvstored-streaming.bin").exists()
+
+
+class Clock:
+    """Goes on by what a read says, in whatever thread."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_what_is_expected_is_not_of_reads_into_memory_that_was_never_touched(monkeypatch):
+    """The command expected a twentieth of the tokens that it had."""
+    clock = Clock()
+    monkeypatch.setattr(scheduler, "time", clock)
+
+    class Disk:
+        filled = 0
+
+        def fill(self, _layer, pieces, _slot):
+            self.filled += 1
+            clock.now += 10.0 if self.filled <= 2 else 0.5  # two slots
+
+        def close(self):
+            pass
+
+    pieces = {number: (Piece(0, 1000, None),) for number in range(4)}
+    made = scheduler.Scheduler(Disk(), pieces, 2, 1)
+    with made.holding(0), made.holding(1):
+        pass
+    assert made.rate() <= 200
+    assert made.probed_rate() >= 1000
+    with made.holding(0) as slot:  # the next pass begins as ever
+        assert slot.ready
+    made.close()
+    few = scheduler.Scheduler(Disk(), dict(list(pieces.items())[:1]), 2, 1)
+    with few.holding(0):
+        assert few.probed_rate() == few.rate()  # nothing else is to be read
+    few.close()
 
 
 def _made(home):
