@@ -22,11 +22,11 @@ FEWEST = 2  # tokens of a prompt: one is computed ahead, one is left
 
 
 def compute_ahead(
-    request: Any, prefill: Callable[..., Any], model: torch.nn.Module, input_ids: torch.Tensor, config: Any,
-    model_kwargs: dict[str, Any],
+    request: Any, prefill: Callable[..., Any], begins: Callable[[], None], model: torch.nn.Module,
+    input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any],
 ) -> None:  # fmt: skip
     """Fills the cache of a loop that is about to begin with all but the last token of input_ids [1, tokens].
-    prefill: the model's own.
+    prefill: the model's own, behind which nobody hears of it; begins: called as it begins.
     """
     rows, length = input_ids.shape
     if rows != 1 or length < FEWEST or config.output_attentions or config.output_hidden_states:
@@ -41,7 +41,12 @@ def compute_ahead(
         if ahead.get(name) is not None:
             ahead[name] = ahead[name][..., :-1]
     ids = input_ids[:, :-1]
-    request.prefill(model, lambda: prefill(ids, config, ahead), ids, config, ahead)
+
+    def run() -> Any:
+        begins()
+        return prefill(ids, config, ahead)
+
+    request.prefill(model, run, ids, config, ahead)
     request.report.prompt_tokens += 1
     request.ends_with(_cut_once(model, model_kwargs[CACHE], length - 1))
 

@@ -136,8 +136,8 @@ def _prefill(
     request = local.request if local is not None else None
 
     def run(ids: torch.Tensor = input_ids) -> Any:
-        if local is not None and local.begun is not None:  # what it will leave is claimed
-            local.begun(None if request is None else request.report)
+        if local is not None:
+            local.begins()
         return prefill(ids, generation_config, model_kwargs, *args, **kwargs)
 
     if request is None:
@@ -152,8 +152,11 @@ def _get_candidate_generator(model: torch.nn.Module, **kwargs: Any) -> Any:
     asked = [kwargs.get(name) for name in ("input_ids", "generation_config", "model_kwargs")]
     states = attachment is not None and attachment._model_state.served.states  # recorded, to be cut back
     if request is not None and not states and all(argument is not None for argument in asked):
+        assert attachment is not None
         _, prefill = _attached(model, "_prefill")
-        assisted.compute_ahead(request, prefill, model, *asked)
+        assisted.compute_ahead(request, prefill, attachment._local.begins, model, *asked)
+    if attachment is not None:
+        attachment._local.begins()  # where nothing was computed ahead: no prefill is to come
     return candidate_generator(**kwargs)
 
 

@@ -65,6 +65,11 @@ class ThisThread(threading.local):
         self.usable: bool | None = None  # whether the model is, as it was looked at; None: each call looks
         self.begun: Callable[[Report | None], None] | None = None  # told where a pass over a prompt begins
 
+    def begins(self) -> None:
+        """A pass over a prompt begins now, or the loop that computes it: what it will leave is claimed."""
+        if self.begun is not None:
+            self.begun(None if self.request is None else self.request.report)
+
 
 class Scoped:
     """The part of an Attachment that a thread sets for its calls."""

@@ -41,9 +41,10 @@ def rows_of(inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
 def hand_off(
     attachment: Any, model: torch.nn.Module, lease_s: float, to: str | None, inputs: dict[str, Any]
 ) -> Handoff:
-    """Begins the prefill, and returns once its blocks can be found, and were pushed to the node `to`.
-    `inputs`: with the options that the first token is chosen by, if it is to be used. Raises InvalidArgument
-    for padding on the right, no host's name, and what is beyond a handoff's limits."""
+    """Begins the prefill, and returns once its blocks can be found, and were pushed to the node `to`; of a
+    batch that is computed row by row, once the first row's can. `inputs`: with the options that the first
+    token is chosen by, if it is to be used. Raises InvalidArgument for padding on the right, no host's name,
+    and what is beyond a handoff's limits."""
     if to is not None and not (isinstance(to, str) and 1 <= len(to.encode()) <= MOST_NODE_BYTES):
         raise InvalidArgument(f"to={to!r:.80}: a host's name has 1 to {MOST_NODE_BYTES} bytes")
     rows, mark = rows_of(inputs), os.urandom(MARK_BYTES)

@@ -45,8 +45,8 @@ class Inside:
 
     @property
     def keys(self) -> bytes:
-        """Of the blocks that the segments are of, in every kind of layers, 32 bytes each."""
-        parts = self.windows.parts if self.windows is not None else ()
+        """Of the blocks that the segments are of, in every kind of layers, 32 bytes each. Without: b""."""
+        parts = self.windows.parts if self.windows is not None and self.segments else ()
         segments = [*self.segments, *(segment for part in parts for segment in part.segments)]
         return b"".join(dict.fromkeys(piece.key for segment in segments for piece in segment.pieces))
 

@@ -260,6 +260,7 @@ class Request:
         if served.grouped:
             columns = self._hit_end(columns, follow, config, read)
         self._hit = columns
+        self.report.inside_keys = b"" if self._inside is None else self._inside.keys  # of this try
         claims.loaded(columns)
         self._prefix = PrefixSource(found, columns, options.follow_timeout_s, self._clock)
         if self._prefix.tokens == 0:
@@ -306,7 +307,6 @@ class Request:
             return
         of = (options.chunker, prefix, prefix.tokens if exact is None else exact, self._worth_waiting_s)
         self._inside = search(self._client, served, reuse, self.report, *of)
-        self.report.inside_keys = self._inside.keys
 
     def _worth_waiting_s(self, tokens: int, blocks: int, on_peers: int = 0) -> float:
         """How long so many blocks below are worth waiting for, of which so many lie on other hosts."""

@@ -15,9 +15,10 @@ import kvclient.hf
 from kvclient.blocks import meta
 from kvclient.blocks.match import Piece
 from kvclient.blocks.reuse_plan import APPROXIMATE, Segment
-from kvclient.hf.call import Clock
+from kvclient.hf.call import Clock, Lost
 from kvclient.hf.connector.block_format import BlockFormat
 from kvclient.hf.model.rope import probe_rope
+from kvclient.hf.request import request
 from kvclient.hf.reuse.blend import Blend, NonPrefixReuse, decoder_layers
 from kvclient.hf.reuse.repair import Repair
 from tests.hf.inside import AUTO, BLOCK, COMPUTED, DOCUMENT, divergence
@@ -337,6 +338,22 @@ def test_a_block_evicted_between_is_computed(attach, model, client):
     client.delete(chain)
     generate(model, asked(5))
     assert kv.last.approximate_tokens == 0
+
+
+def test_the_keys_that_are_told_are_of_the_try_that_answered(attach, model, monkeypatch):
+    """Two tries end, as where a writer that is followed dies; the third reads nothing."""
+    kv, told = attach("none"), []
+
+    def lost(*_):
+        told.append(kv._local.request.report.inside_keys)
+        raise Lost
+
+    generate(model, asked(5), 1)
+    assert kv.last.approximate_tokens > 0 and len(kv.last.inside_keys) >= 32
+    monkeypatch.setattr(request, "run_passes", lost)
+    generate(model, asked(21), 1)
+    assert kv.last.followed_lost == 2 and all(told), told
+    assert (kv.last.approximate_tokens, kv.last.inside_keys) == (0, b"")
 
 
 def test_a_block_behind_the_prefix_that_has_extra_ids_too_is_no_part_of_it(attach, model, client):

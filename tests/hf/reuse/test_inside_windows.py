@@ -75,6 +75,18 @@ def test_without_its_last_window_a_document_is_not_reused(client):
         assert kv.last.approximate_tokens == 0
 
 
+def test_keys_of_windows_that_are_not_used_are_not_told(client):
+    model, document = context_free((FULL, SLIDING), 16), prompt(64, seed=5)
+    stored = torch.cat([prompt(16, seed=1), document], dim=1)
+    ids = torch.cat([prompt(7, seed=3), document, prompt(21, seed=4)], dim=1)
+    with kvclient.hf.attach(model, client, block_tokens=8, repair="attention", self_test=False) as kv:
+        generate(model, stored, 1)
+        windows = chains(kv, stored)[-1].keys
+        client.delete([windows[-2]])  # the last one is found, and sees what is not there
+        assert same_as_plain(kv, model, ids)
+        assert (kv.last.approximate_tokens, kv.last.inside_keys) == (0, b"")
+
+
 SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 24))]
 
 

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from transformers import GenerationMixin
 
 import kvclient
 import kvclient.hf
@@ -216,6 +217,29 @@ def test_a_prompt_that_is_repaired_is_handed_over_while_it_is_computed(attached,
     assert torch.equal(found, tokens) and near(logits, wanted)
     for each in (first, handoff):
         each.release()
+
+
+@pytest.mark.parametrize("more", [{}, {"output_hidden_states": True}], ids=["ahead", "nothing ahead"])
+def test_a_prompt_that_is_looked_up_in_is_handed_over_while_it_is_computed(attached, monkeypatch, more):
+    """Its loop knows no prefill: the pass ahead of it tells, or the loop that begins without."""
+    opened, original = threading.Event(), GenerationMixin._update_model_kwargs_for_generation
+
+    def behind_a_pass(*arguments, **options):
+        if threading.current_thread().name == "kvclient-handoff":
+            assert opened.wait(WAIT_S)
+        return original(*arguments, **options)
+
+    prefilling, decoding = attached("llama")
+    monkeypatch.setattr(GenerationMixin, "_update_model_kwargs_for_generation", behind_a_pass)
+    ids = prompt(25, seed=34).repeat(1, 4)
+    handoff = prefilling.handoff(input_ids=ids, prompt_lookup_num_tokens=3, **more)
+    assert handoff._prefill.begun.is_set() and not handoff.wait(0)
+    opened.set()
+    assert handoff.wait(WAIT_S)
+    tokens, logits, _ = generate(build("llama"), ids, 6)
+    found, found_logits = resumed(decoding, handoff)
+    assert torch.equal(found, tokens) and near(found_logits, logits)
+    handoff.release()
 
 
 def split(keys):
