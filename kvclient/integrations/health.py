@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from datetime import datetime
 from typing import Any
 
@@ -20,25 +21,53 @@ from kvclient.errors import KVClientError
 FAILURES = (KVClientError, OSError, RuntimeError, ValueError, MemoryError)
 
 
-_figures: dict[str, tuple[Any, Any]] = {}  # of this process
+class _Figures:
+    """`<engine>:kvstored_degraded` and `<engine>:kvstored_failures_total` of this process, where the engine's
+    own figures are: in prometheus_client. One that cannot be made is left out, and a line says so.
+    Thread-safe."""
 
+    def __init__(self, engine: str, client: Any, logger: logging.Logger) -> None:
+        self._away: weakref.WeakSet[Health] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._engine, self._logger = engine, logger
+        gauge = f"{engine}:kvstored_degraded", "1 while the engine goes on without kvstored."
+        counter = f"{engine}:kvstored_failures", "Calls of the store that failed and became misses."
+        self._degraded = self._made(client.Gauge, *gauge, multiprocess_mode="livemax")
+        self._failures = self._made(client.Counter, *counter)
 
-def _figures_of(engine: str) -> tuple[Any, Any] | None:
-    """`<engine>:kvstored_degraded` and `<engine>:kvstored_failures_total` where the engine's own figures are,
-    in prometheus_client. None: it has none."""
-    if engine not in _figures:
+    def _made(self, kind: Any, name: str, says: str, **options: Any) -> Any:
         try:
-            from prometheus_client import Counter, Gauge  # the engine's, no dependency of ours
-        except ImportError:
+            return kind(name, says, **options)
+        except (ValueError, OSError) as error:  # a name that is taken, no place to write it
+            self._logger.warning("kvstored: there is no figure %s: %s", name, error)
             return None
-        _figures[engine] = (
-            Gauge(
-                f"{engine}:kvstored_degraded", "1 while the engine goes on without kvstored.",
-                multiprocess_mode="livemax",
-            ),
-            Counter(f"{engine}:kvstored_failures", "Calls of the store that failed and became misses."),
-        )  # fmt: skip
-    return _figures[engine]
+
+    def failed(self) -> None:
+        if self._failures is not None:
+            self._failures.inc()
+
+    def note(self, health: Health, away: bool) -> None:
+        """The gauge is 1 as long as anybody of this process is without its store."""
+        with self._lock:
+            (self._away.add if away else self._away.discard)(health)
+            if self._degraded is not None:
+                self._degraded.set(int(len(self._away) > 0))
+
+
+_figures: dict[str, _Figures] = {}  # of this process
+_figures_lock = threading.Lock()  # prometheus_client takes a name once
+
+
+def _figures_of(engine: str, logger: logging.Logger) -> _Figures | None:
+    """None: prometheus_client is not there."""
+    with _figures_lock:
+        if engine not in _figures:
+            try:
+                import prometheus_client  # the engine's, no dependency of ours
+            except ImportError:
+                return None
+            _figures[engine] = _Figures(engine, prometheus_client, logger)
+        return _figures[engine]
 
 
 class Health:
@@ -47,7 +76,7 @@ class Health:
     def __init__(self, client: Any, logger: logging.Logger, engine: str = "") -> None:
         """engine: whose figures in prometheus_client say it, too; vLLM's are asked for instead."""
         self._client, self._logger = client, logger
-        self._figures = _figures_of(engine) if engine else None
+        self._figures = _figures_of(engine, logger) if engine else None
         self._lock = threading.Lock()
         self._failed = False  # since the last look
         self._over = False  # nothing is shared any more
@@ -55,6 +84,8 @@ class Health:
         self._since_clock = ""
         self._why = ""
         self.failures_total = 0
+        if self._figures is not None:
+            self._figures.note(self, False)  # who was away and is no more does not count from now on
 
     @property
     def away(self) -> bool:
@@ -92,14 +123,20 @@ class Health:
         self.failures_total += 1
         self._failed = True
         if self._figures is not None:
-            self._figures[0].set(1)
-            self._figures[1].inc()
+            self._figures.failed()
+            self._figures.note(self, True)
         if self._since is None:
             self._since, self._why = time.monotonic(), why
             self._since_clock = datetime.now().astimezone().isoformat(timespec="seconds")
             self._logger.warning(
                 "kvstored: since %s the engine goes on without the store: %s", self._since_clock, self._why
             )
+
+    def close(self) -> None:
+        """Its part of the engine has ended: the gauge is not about it any more. Idempotent."""
+        with self._lock:
+            if self._figures is not None:
+                self._figures.note(self, False)
 
     def look(self) -> None:
         """Notes, and logs once, when the daemon goes away and when it is back."""
@@ -114,7 +151,7 @@ class Health:
                 away_s = time.monotonic() - self._since
                 self._since = None
                 if self._figures is not None:
-                    self._figures[0].set(0)
+                    self._figures.note(self, False)
                 self._logger.warning(
                     "kvstored: the store is back after %.1f s; it was away since %s: %s",
                     away_s, self._since_clock, self._why,

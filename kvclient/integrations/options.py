@@ -40,10 +40,10 @@ def _check_can_come(directory: str | None) -> None:
     if directory is None:
         return
     place = Path(os.path.expanduser(directory)).absolute()
-    for part in (place, *place.parents):
-        if part.is_dir():
+    for part in (place, *place.parents):  # what this user may not see is nothing here: connect() says it
+        if os.path.isdir(part):  # Path.is_dir() raises PermissionError
             return
-        if part.exists():
+        if os.path.exists(part):
             raise Unavailable(f"dir={directory!r}: {part} is no directory, so no daemon can be there")
 
 

@@ -7,6 +7,8 @@ that two give at once stands; what a client raises, on purpose or not, is a miss
 Method: the classes alone, with a client that is told what to be, one in the process, or a daemon's.
 """
 
+import contextlib
+import gc
 import itertools
 import sys
 import threading
@@ -67,14 +69,15 @@ def test_what_fails_at_every_step_is_said_once():
     assert len(lines) == 2 and "is back" in lines[1]
 
 
-def test_an_engines_own_figures_say_it(monkeypatch):
-    """One pair a process, which prometheus_client would refuse a second time."""
-    made_of, now = [], {}
+@pytest.fixture
+def figures(monkeypatch):
+    """What prometheus_client's figures say, by name; it refuses a name a second time."""
+    now = {}
 
     class Figure:
         def __init__(self, name, says, multiprocess_mode=None):
-            assert name not in made_of, "it is registered already"
-            made_of.append(name)
+            if name in now:
+                raise ValueError(f"Duplicated timeseries: {name}")
             self._name, now[name] = name, 0
 
         def set(self, value):
@@ -84,6 +87,61 @@ def test_an_engines_own_figures_say_it(monkeypatch):
             now[self._name] += 1
 
     monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Gauge=Figure, Counter=Figure))
+    monkeypatch.setattr(module, "_figures", {})
+    return now
+
+
+def test_the_gauge_is_of_all_that_are_away(figures):
+    """And not of one that has ended, with a word or without."""
+    client, logger = SimpleNamespace(degraded=False), SimpleNamespace(warning=lambda *_: None)
+    first, second = (Health(client, logger, "test") for _ in range(2))
+    for health in (first, second):
+        health.failed("a load", "for once")
+        health.look()
+    said = []
+    for step in (second.look, first.look, lambda: first.failed("a load", "again"), lambda: first.close()):
+        step()
+        said.append(figures["test:kvstored_degraded"])
+    assert said == [1, 0, 1, 0]
+    second.failed("a load", "again")
+    del health, second, step
+    gc.collect()
+    Health(client, logger, "test")
+    assert figures["test:kvstored_degraded"] == 0
+
+
+def test_a_figure_that_cannot_be_made_ends_no_start(figures):
+    figures["test:kvstored_failures"] = "somebody's"
+    client, lines = SimpleNamespace(degraded=False), []
+    logger = SimpleNamespace(warning=lambda text, *values: lines.append(text % values))
+    for _ in range(2):
+        Health(client, logger, "test").failed("a load", "for once")
+    assert figures == {"test:kvstored_degraded": 1, "test:kvstored_failures": "somebody's"}
+    assert ["no figure test:kvstored_failures" in line for line in lines] == [True, False, False], lines
+
+
+def test_two_that_begin_at_once_make_one_pair_of_figures(monkeypatch):
+    both, made_of = threading.Barrier(2), []
+
+    def figure(name, *_, **__):
+        made_of.append(name)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # the other comes this far only where nothing holds it
+        return SimpleNamespace(set=lambda _: None, inc=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Gauge=figure, Counter=figure))
+    monkeypatch.setattr(module, "_figures", {})
+    client, logger = SimpleNamespace(degraded=False), SimpleNamespace(warning=lambda *_: None)
+    threads = [threading.Thread(target=Health, args=(client, logger, "test")) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made_of == ["test:kvstored_degraded", "test:kvstored_failures"]
+
+
+def test_an_engines_own_figures_say_it(monkeypatch, figures):
+    """One pair a process."""
     client, logger = SimpleNamespace(degraded=False), SimpleNamespace(warning=lambda *_: None)
     Health(client, logger, "test")
     health, heard = Health(client, logger, "test"), []
@@ -92,7 +150,7 @@ def test_an_engines_own_figures_say_it(monkeypatch):
             health.failed("a load", "for once")
         else:
             health.look()
-        heard.append((now["test:kvstored_degraded"], now["test:kvstored_failures"]))
+        heard.append((figures["test:kvstored_degraded"], figures["test:kvstored_failures"]))
     assert heard == [(0, 0), (1, 1), (1, 1), (0, 1)]
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     Health(client, logger, "an engine without").failed("a load", "for once")

@@ -4,14 +4,16 @@ the value and the limit.
 Method: the function that all integrations read their options by, and every integration's own list of them.
 """
 
+import contextlib
 import json
 import math
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from kvclient.errors import InvalidArgument, Unavailable
+from kvclient.errors import InvalidArgument, NotPermitted, Unavailable
 from kvclient.integrations.options import MAX_COUNT, MAX_SECONDS, connected, with_defaults
 from tests.conftest import ROOT
 
@@ -54,6 +56,22 @@ def test_a_directory_where_no_daemon_can_be_ends_the_start(tmp_path):
         assert isinstance(raised.value, OSError)
     with connected({"dir": str(tmp_path / "later" / "kvstored"), **chosen}) as client:
         assert client.degraded
+
+
+def test_a_directory_that_this_user_may_not_see_is_said_by_connect(tmp_path):
+    """In a child that is somebody else, for root sees everything."""
+    (closed := tmp_path / "closed").mkdir(mode=0)
+    if (child := os.fork()) == 0:
+        try:
+            if os.getuid() == 0:
+                os.setuid(65534)
+            with contextlib.suppress(NotPermitted):
+                connected({"dir": str(closed / "kvstored"), "namespace": "default", "timeout_s": 0.5})
+                os._exit(1)
+            os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_json_nan_is_one():

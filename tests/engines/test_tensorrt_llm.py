@@ -18,7 +18,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kvclient.errors import BlockLost, InvalidArgument, NotPermitted  # noqa: E402
+from kvclient.errors import BlockLost, InvalidArgument, NoSpace, NotPermitted  # noqa: E402
+from kvclient.integrations import health  # noqa: E402
 from tests.engines.conftest import drain, flush  # noqa: E402
 from tests.engines.pool_bytes import flip_in_pool, take_all  # noqa: E402
 from tests.engines.signatures import recorded, signatures  # noqa: E402
@@ -260,6 +261,29 @@ def test_corrupt_and_gone(daemon, adapter, monkeypatch):
         second.workers[0].start_load_kv(Stream())
     kvstored.kill()
     assert Engine(adapter, monkeypatch, kvstored.dir).run([9] * 20) == 0
+
+
+def test_a_worker_that_fails_is_in_the_figures(daemon, adapter, monkeypatch):
+    said = {}
+
+    def figure(name, *_, **__):
+        said[name] = 0
+        return types.SimpleNamespace(
+            set=lambda value: said.update({name: value}), inc=lambda: said.update({name: said[name] + 1})
+        )
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", types.SimpleNamespace(Gauge=figure, Counter=figure))
+    monkeypatch.setattr(health, "_figures", {})
+
+    def no_space(*_):
+        raise NoSpace("for once")
+
+    engine = Engine(adapter, monkeypatch, daemon().dir)
+    monkeypatch.setattr(engine.workers[0]._pages, "_write", no_space)
+    engine.run(PROMPT)
+    assert said == {"trtllm:kvstored_degraded": 1, "trtllm:kvstored_failures": 1}
+    engine.run(PROMPT[: TOKENS - 1])  # nothing to load or to save: a step is enough
+    assert said == {"trtllm:kvstored_degraded": 0, "trtllm:kvstored_failures": 1}
 
 
 def test_a_store_that_takes_nothing_ends_no_start(daemon, adapter, monkeypatch, caplog, wait_until):

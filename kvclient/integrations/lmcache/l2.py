@@ -259,6 +259,7 @@ class KvstoredL2Adapter(L2AdapterInterface):
         self._fetches.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         self._locks.close()
+        self._health.close()
         self._client.close()
         for tasks in (self._stores, self._lookups, self._loads):
             tasks.event.close()

@@ -144,6 +144,7 @@ class KvstoredRemoteConnector(RemoteConnector):
 
     async def close(self) -> None:
         self._pool.shutdown(wait=True)
+        self._health.close()
         self._client.close()
 
 

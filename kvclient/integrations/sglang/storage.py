@@ -305,6 +305,7 @@ class KvstoredHiCache(HiCacheStorage):
 
     def close(self) -> None:
         self._leases.close()
+        self._health.close()
         self._client.close()
 
 

@@ -36,7 +36,7 @@ class KvstoredWorker(KvCacheConnectorWorker):
         self._common = common(llm_args)
         self._rank = mpi_rank()
         self._client = connected(self._common.options)
-        self._health = Health(self._client, log)
+        self._health = Health(self._client, log, "trtllm")
         self._pages = TensorPages(self._client, self._health, float(self._common.options["wait_s"]))
         self._pool: torch.Tensor | None = None
         self._layout_id = 0
@@ -112,6 +112,8 @@ class KvstoredWorker(KvCacheConnectorWorker):
             self._pages.put(of_rank(save.keys, self._rank), self._layout_id, self._rows(save))
         if saves or self._word is None:
             self._give_word(self._step().engine)
+        if not saves:  # put() looks, too
+            self._health.look()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]

@@ -6,7 +6,8 @@ at each step of an engine without its store, so that the gauge of a healthy engi
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -48,14 +49,38 @@ class Reporter:
     def __init__(self, health: Health) -> None:
         self._health, self._told = health, (-1, 0)
 
+    @property
+    def away(self) -> bool:
+        """Whether its half is without its store."""
+        return self._health.away
+
     def take(self) -> KvstoredStats | None:
         """What is new since the last call; None: nothing is, and the store is there."""
-        now = (int(self._health.away), self._health.failures_total)
+        now = (int(self.away), self._health.failures_total)
         if now == self._told and not now[0]:
             return None
         failures = now[1] - self._told[1]
         self._told = now
         return KvstoredStats({DEGRADED: now[0], FAILURES: failures})
+
+
+class TierReporter(Reporter):
+    """Of one of the tiers beneath one manager, whose gauge has no label to tell them apart: it is 1 as long
+    as any of this process is without its store. vLLM asks them all from one thread."""
+
+    _alive: ClassVar[weakref.WeakSet[TierReporter]] = weakref.WeakSet()
+
+    def __init__(self, health: Health) -> None:
+        super().__init__(health)
+        self._alive.add(self)
+
+    @property
+    def away(self) -> bool:
+        return any(reporter._health.away for reporter in self._alive)
+
+    def close(self) -> None:
+        """Its tier has ended."""
+        self._alive.discard(self)
 
 
 def offload_definitions() -> dict[str, OffloadingMetricMetadata]:

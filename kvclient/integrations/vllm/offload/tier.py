@@ -34,12 +34,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.options import connected, with_defaults
 from kvclient.integrations.pages import MISSING, ON_DISK, RESIDENT, Pages
 from kvclient.integrations.self_test import Tried
-from kvclient.integrations.vllm.figures import Reporter, offload_definitions, offload_stats
+from kvclient.integrations.vllm.figures import TierReporter, offload_definitions, offload_stats
 from kvclient.integrations.vllm.offload.naming import GROUP_BYTES, OffloadNames, Resets, engine_config
 from kvclient.integrations.watched import Watched
 
@@ -88,6 +89,12 @@ class _Sought:
         self.until = until  # then it waits no longer, behind others' blocks say
 
 
+def _locality(said: str | None) -> Locality | None:
+    if said is not None and said not in Locality.__members__:
+        raise InvalidArgument(f"locality={said!r}; it must be {' or '.join(Locality.__members__)}")
+    return None if said is None else Locality[said]
+
+
 class KvstoredTier(SecondaryTierManager):
     """See docs/engines.md. vLLM calls it from the scheduler's thread. Raises InvalidArgument at the start for
     what it cannot keep apart, and where a row does not come back."""
@@ -100,14 +107,14 @@ class KvstoredTier(SecondaryTierManager):
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, self._heard(backpressure_detector))
         options = with_defaults(more, OPTIONS, f"secondary tier {tier_type}")
-        self.locality = None if options["locality"] is None else Locality(options["locality"])
+        self.locality = _locality(options["locality"])
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         config = offloading_spec.config
         form = f"primary tier's rows of {self._rows.shape[1]} bytes"
         self._names = OffloadNames(config, engine_config(), options, form, whole_rows=True)
         self._client = connected(options)
         self._health = Health(self._client, log)
-        self._reporter = Reporter(self._health)
+        self._reporter = TierReporter(self._health)
         self._pages = Pages(self._client, self._health, float(options["wait_s"]))
         self._layout_id = self._pages.format([self._rows.shape[1]])
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-tier")
@@ -339,4 +346,5 @@ class KvstoredTier(SecondaryTierManager):
         self._pool.shutdown(wait=True)
         self._brought.close()
         del self._rows  # vLLM releases its memory next, which nobody must look at then
+        self._reporter.close()
         self._client.close()

@@ -92,6 +92,12 @@ def what_is_wrong_at_the_start_is_told():
             assert "self-test" in str(error), error
         else:
             raise AssertionError("a row that does not come back was taken")
+    try:
+        tier(locality="NEAR")
+    except kvclient.InvalidArgument as error:
+        assert "locality='NEAR'" in str(error) and "LOCAL or REMOTE" in str(error), error
+    else:
+        raise AssertionError("a locality that vLLM does not know was taken")
     with lines() as said:
         tier(dir="/nowhere/at/all")[0].shutdown()
     assert any("at the start" in line and "/nowhere/at/all" in line for line in said), said
@@ -139,6 +145,20 @@ def degraded(storage):
     return said["vllm:kvstored_degraded"]
 
 
+def the_gauge_is_of_all_tiers():
+    """vLLM takes the figures of one after the other, and the last is what its gauge says."""
+    first, second = tier()[0], tier()[0]
+    assert degraded(first) == degraded(second) == 0
+    for storage in (first, second):
+        storage._health.failed("a load", "for once")
+        storage._health.look()
+    second._health.look()
+    assert [degraded(storage) for storage in (first, second)] == [1, 1], "the first is still away"
+    first.shutdown()
+    assert degraded(second) == 0 and second.get_stats() is None
+    second.shutdown()
+
+
 def primary(memory):
     """Of vLLM's first tier what its manager asks for when nothing is in it."""
     return SimpleNamespace(
@@ -151,6 +171,7 @@ if sys.argv[2:] == ["fill"]:
 
 what_is_wrong_at_the_start_is_told()
 a_store_that_takes_nothing_ends_no_start()
+the_gauge_is_of_all_tiers()
 storage, memory = tier(enable_kv_events=True)
 assert not memory.any(), "it leaves the memory as it was"
 other, target = tier()
