@@ -91,6 +91,38 @@ TEST(a_client_elsewhere_moves_nobody) {
   CHECK(!OwnProcessor().leave_to(~0u, 0));
 }
 
+TEST(who_keeps_off_a_processor_runs_elsewhere_and_at_the_end_everywhere) {
+  if (one_processor()) return;
+  const cpu_set_t before = affinity();
+  Apart thread;
+  for (const uint32_t number : allowed()) {
+    CHECK(thread.keep_off(number) && this_processor() != number);
+    cpu_set_t others = before;
+    CPU_CLR(number - 1, &others);
+    CHECK(same(affinity(), others) && !thread.keep_off(number));
+    if (number == 8) break;
+  }
+  CHECK(thread.keep_off(0) && same(affinity(), before) && !thread.keep_off(0));
+  CHECK(!thread.keep_off(~0u) && same(affinity(), before));
+}
+
+TEST(where_it_must_be_it_stays_and_what_somebody_else_sets_stays) {
+  const auto processors = allowed();
+  {
+    const Pinned pinned(processors.front());
+    CHECK(!Apart().keep_off(processors.front()) && same(affinity(), pinned.only));
+  }
+  if (one_processor()) return;
+  const cpu_set_t before = affinity();
+  Apart thread;
+  CHECK(thread.keep_off(processors.back()));
+  {
+    const Pinned pinned(processors.back());  // by an operator, say
+    CHECK(thread.keep_off(0) && same(affinity(), pinned.only));
+  }
+  ::sched_setaffinity(0, sizeof before, &before);
+}
+
 // Wherever the daemon goes, the client goes too.
 TEST(a_daemon_that_polls_steps_aside_for_its_client) {
   if (one_processor()) return;

@@ -7,6 +7,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include "core/base/checksum.h"
 #include "core/base/error.h"
 #include "core/base/polling.h"
+#include "core/base/processor.h"
 
 namespace kv::peer {
 namespace {
@@ -24,6 +26,8 @@ constexpr size_t kMaxParts = 256;
 constexpr uint64_t kFlushBytes = 512 << 10;
 constexpr size_t kEncryptBytes = 128 << 10;      // at a time, and sent while they are in the cache
 constexpr uint64_t kDirectBytes = 16 << 10;      // what is larger is received where it belongs
+constexpr uint64_t kAloneBytes = 128 << 10;      // and of what is larger nothing else, nor of what is behind it, but a head
+constexpr uint64_t kLookNs = 20'000;             // for more, before it sleeps
 constexpr uint64_t kPieceBytes = 256 << 10;      // summed up while it is in the cache
 constexpr uint64_t kSlowestBytesPerS = 4 << 20;  // who sends slower is as good as frozen
 
@@ -166,20 +170,46 @@ void Channel::secure(const TlsIdentity& identity, const std::string& node, int t
 
 // ---------------------------------------------------------------- in
 
-// Some bytes, at least one.
-size_t Channel::receive(std::byte* to, size_t bytes, uint64_t end_ns, int stall_ms) {
-  for (;;) {
-    const ssize_t got = tls_ ? tls_->receive(to, bytes) : ::recv(socket_.get(), to, bytes, 0);
+// Some bytes, at least one. `head_follows`: where more is there than these, the next frame's head, or its beginning, goes into
+// in_, which is empty.
+size_t Channel::receive(std::byte* to, size_t bytes, uint64_t end_ns, int stall_ms, bool head_follows) {
+  for (uint64_t looks_until_ns = 0;;) {
+    ssize_t got;
+    if (tls_ || !head_follows) {
+      got = tls_ ? tls_->receive(to, bytes) : ::recv(socket_.get(), to, bytes, 0);
+    } else {
+      iovec parts[] = {{to, bytes}, {in_.data(), sizeof(Frame)}};
+      got = ::readv(socket_.get(), parts, 2);
+      if (got > static_cast<ssize_t>(bytes))
+        in_at_ = 0, in_end_ = static_cast<size_t>(got) - bytes, got = static_cast<ssize_t>(bytes);
+    }
     if (got > 0) return static_cast<size_t>(got);
     if (got == 0) throw Broken(Broken::Why::Gone, "it hung up");
     if (errno == EINTR) continue;
     if (errno != EAGAIN) throw Broken(Broken::Why::Gone, errno_text("receive"));
-    if ((stall_ms >= 0 && monotonic_ns() > end_ns) || !wait_for(socket_.get(), POLLIN, stall_ms))
-      throw Broken(Broken::Why::Stalled, "nothing came in time");
+    if (stall_ms >= 0 && monotonic_ns() > end_ns) throw Broken(Broken::Why::Stalled, "nothing came in time");
+    if (stall_ms >= 0 && look_on(looks_until_ns)) continue;
+    if (!wait_for(socket_.get(), POLLIN, stall_ms)) throw Broken(Broken::Why::Stalled, "nothing came in time");
   }
 }
 
-void Channel::take(std::byte* to, uint64_t bytes) {
+// Looks for more without sleeping, for a moment: to be woken takes longer, and of the sender's time too. Not where it would keep
+// the sender from its processor. False: it is over.
+bool Channel::look_on(uint64_t& until_ns) {
+  uint64_t now_ns = monotonic_ns();
+  if (!until_ns) until_ns = looks_.worthwhile(now_ns) && incoming() != this_processor() ? now_ns + kLookNs : now_ns;
+  for (bool on = true; on && now_ns < until_ns;) {
+    if (wait_for(socket_.get(), POLLIN, 0)) return true;
+    relax();
+    const uint64_t before_ns = std::exchange(now_ns, monotonic_ns());
+    on = looks_.looked(before_ns, now_ns);
+  }
+  return false;
+}
+
+void Channel::take(std::byte* to, uint64_t bytes) { take_rest(to, bytes, false, false); }
+
+void Channel::take_rest(std::byte* to, uint64_t bytes, bool direct, bool head_follows) {
   if (bytes <= in_end_ - in_at_) {  // the usual case of small frames: nothing to wait for, no clock to read
     std::memcpy(to, in_.data() + in_at_, bytes);
     in_at_ += bytes;
@@ -187,8 +217,8 @@ void Channel::take(std::byte* to, uint64_t bytes) {
   }
   const uint64_t end_ns = monotonic_ns() + (uint64_t{2000} + bytes * 1000 / kSlowestBytesPerS) * kNsPerMs;
   while (bytes) {
-    if (in_at_ == in_end_ && bytes >= kDirectBytes) {
-      const size_t got = receive(to, bytes, end_ns, kStallMs);
+    if (in_at_ == in_end_ && (direct || bytes >= kDirectBytes)) {
+      const size_t got = receive(to, bytes, end_ns, kStallMs, head_follows);
       to += got, bytes -= got;
     } else {
       if (in_at_ == in_end_) in_at_ = 0, in_end_ = receive(in_.data(), in_.size(), end_ns, kStallMs);
@@ -201,12 +231,14 @@ void Channel::take(std::byte* to, uint64_t bytes) {
 }
 
 uint32_t Channel::take_summed(std::byte* to, uint64_t bytes, uint32_t crc) {
+  const bool large = bytes >= kAloneBytes;
   for (uint64_t done = 0; done < bytes;) {
     const uint64_t piece = std::min(kPieceBytes, bytes - done);
-    take(to + done, piece);
+    take_rest(to + done, piece, large, large && done + piece == bytes);
     crc = crc32c(to + done, piece, crc);
     done += piece;
   }
+  large_ = large;
   return crc;
 }
 
@@ -223,7 +255,7 @@ Frame Channel::take_head(int timeout_ms) {
   if (in_at_ == in_end_) {
     in_at_ = in_end_ = 0;
     const uint64_t end_ns = monotonic_ns() + static_cast<uint64_t>(std::max(timeout_ms, 0)) * kNsPerMs;
-    in_end_ = receive(in_.data(), in_.size(), end_ns, timeout_ms);
+    in_end_ = receive(in_.data(), large_ ? sizeof(Frame) : in_.size(), end_ns, timeout_ms);
   }
   Frame head;
   take(reinterpret_cast<std::byte*>(&head), sizeof head);
@@ -248,5 +280,22 @@ bool Channel::hung_up() const {
 void Channel::cut() const { ::shutdown(socket_.get(), SHUT_RDWR); }
 
 void Channel::hear_no_more() const { ::shutdown(socket_.get(), SHUT_RD); }
+
+// The processor that what comes is taken in on, plus 1: on one host it is that of who sends. 0: not known.
+uint32_t Channel::incoming() const {
+  int processor = -1;
+  socklen_t size = sizeof processor;
+  if (::getsockopt(socket_.get(), SOL_SOCKET, SO_INCOMING_CPU, &processor, &size) != 0) return 0;
+  return static_cast<uint32_t>(processor + 1);
+}
+
+uint32_t Channel::beside() const {
+  sockaddr_in here{}, there{};
+  socklen_t size = sizeof here;
+  if (::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&here), &size) != 0) return 0;
+  size = sizeof there;
+  if (::getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&there), &size) != 0) return 0;
+  return here.sin_family == AF_INET && here.sin_addr.s_addr == there.sin_addr.s_addr ? incoming() : 0;
+}
 
 }  // namespace kv::peer

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "core/base/polling.h"
 #include "core/format/segment.h"
 #include "core/peer/wire.h"
 #include "core/tls/tls.h"
@@ -40,6 +41,7 @@ class Channel {
   void secure(const TlsIdentity& identity, const std::string& node, int timeout_ms);
   // Whether the other end's certificate bears the name; without TLS nothing speaks against it.
   bool certified(const std::string& node) const { return !tls_ || tls_->is(node); }
+  bool secured() const { return tls_ != nullptr; }                       // what passes is TLS
   uint64_t generation() const { return tls_ ? tls_->generation() : 0; }  // of the identity it was secured with
 
   // Queued until flush(), or until much is queued. The bytes of a payload that is not copied stay where they are until then.
@@ -69,9 +71,14 @@ class Channel {
   void cut() const;                                    // from any thread: whoever waits on it gets Broken
   void hear_no_more() const;                           // the same, but what has come already is heard, and can be answered
   int fd() const { return socket_.get(); }             // to poll
+  // That the other end's words last came in on, plus 1, where that end is on this host too: it runs there. Else 0.
+  uint32_t beside() const;
 
  private:
-  size_t receive(std::byte* to, size_t bytes, uint64_t end_ns, int stall_ms);
+  size_t receive(std::byte* to, size_t bytes, uint64_t end_ns, int stall_ms, bool head_follows = false);
+  bool look_on(uint64_t& until_ns);
+  uint32_t incoming() const;
+  void take_rest(std::byte* to, uint64_t bytes, bool direct, bool head_follows);
   void append(Frame head, std::span<const std::byte> payload);
   void send(std::span<iovec> parts, uint64_t end_ns);
   void send_encrypted(uint64_t end_ns);
@@ -80,6 +87,8 @@ class Channel {
   std::unique_ptr<TlsStream> tls_;
   std::vector<std::byte> in_;  // what came beyond what was asked for
   size_t in_at_ = 0, in_end_ = 0;
+  bool large_ = false;  // so was the last payload: of what comes next the head alone is received into in_
+  Polling looks_;
   std::vector<std::byte> out_;  // heads and copied payloads; never grows
   std::vector<iovec> parts_;
   uint64_t queued_ = 0;

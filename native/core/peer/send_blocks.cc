@@ -17,6 +17,7 @@ constexpr uint64_t kSignOfLifeMs = 500;   // of kStallMs
 constexpr uint64_t kLongestMs = 120'000;  // for which the next layer of blocks that nobody finishes is waited for
 constexpr uint64_t kLoadMs = 5000;        // for which one that lies on disk, or has no turn, is waited for
 constexpr uint64_t kLoadLookUs = 500;     // of which nobody says that it has come
+constexpr uint64_t kApartBytes = 4 << 20, kApartTlsBytes = 512 << 10;  // of an answer, worth a processor of its own
 
 // Of what lies in that record since it was last taken: another for any other copy of the block that there was or will be, here or
 // in another pool.
@@ -58,6 +59,7 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
   request_ = request, from_ = from, half_ = half, sent_ = {};
   std::list<Block> blocks;
   for (const Key& key : keys) begin(blocks.emplace_back(*this, static_cast<uint16_t>(blocks.size()), key));
+  keep_apart(blocks);
   uint64_t moved_ms = monotonic_ms();
   for (uint64_t told_ms = moved_ms;;) {
     Block* first = nullptr;
@@ -77,6 +79,15 @@ BlockSender::Sent BlockSender::answer(uint32_t request, std::span<const Key> key
     if (now_ms - moved_ms > kLongestMs) throw Broken(Broken::Why::Stalled, "a block that nobody finishes");
     if (!let_go) wait_for_more(blocks);
   }
+}
+
+// Where who receives is on this host, as in tests and benchmarks: of little the way to another processor is the longer one.
+void BlockSender::keep_apart(const std::list<Block>& blocks) {
+  uint64_t bytes = 0;
+  for (const Block& block : blocks)
+    if (block.job) bytes += block.layout->extent_bytes(block.job->shape.tokens);
+  const bool much = bytes >= (channel_.secured() ? kApartTlsBytes : kApartBytes);
+  apart_.keep_off(much && !crowded() ? channel_.beside() : 0);
 }
 
 // For a moment at most.

@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "core/base/processor.h"
 #include "core/peer/channel.h"
 #include "core/placement/policy.h"
 #include "core/store/pool_window.h"
@@ -71,6 +72,7 @@ class BlockSender {
   struct Block;
 
   void begin(Block& block);
+  void keep_apart(const std::list<Block>& blocks);
   void tell_layout(const Block& block);
   bool load(Block& block);
   static bool has_time(uint64_t& until_ms);
@@ -97,6 +99,7 @@ class BlockSender {
   ServedSums& sums_;
   Channel& channel_;
   const std::string node_;
+  Apart apart_;
   uint32_t request_ = 0, from_ = 0;
   bool half_ = false;
   bool crowded_ = false;  // peers hold as much as they may, as one of this pass was told
