@@ -245,9 +245,9 @@ class Attachment(Scoped):
         overlap = self.overlap_tokens if overlap_tokens is None else overlap_tokens
         return warm(self, self._attached_model(), list(token_ids), list(before), chunker, overlap)
 
-    def publish(self, token_ids: Sequence[int], cache: Any) -> int:
+    def publish(self, token_ids: Sequence[int], cache: Any, behind: int = 0) -> int:
         """Leaves in the store what a caller's own loop computed; see kvclient.hf.attachment.publish."""
-        return publish(self, self._attached_model(), token_ids, cache)
+        return publish(self, self._attached_model(), token_ids, cache, behind)
 
     def handoff(self, *, lease_s: float = LEASE_S, to: str | None = None, **inputs: Any) -> Handoff:
         """Prefills prompts in a thread, for resume() elsewhere, and holds their blocks so long without a word

@@ -6,7 +6,7 @@ or reused exactly, by the model as it is now; the caller knows that, and calls i
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,11 +29,12 @@ def keeps_of(cache: Any) -> bool:
     return kept_here and bool(layers)
 
 
-def publish(attachment: Attached, model: Any, tokens: Sequence[int], cache: Any) -> int:
+def publish(attachment: Attached, model: Any, tokens: Sequence[int], cache: Any, behind: int = 0) -> int:
     """How many blocks it published. Those that are there already, and those whose tokens lie in the store's
     blocks, are left as they are. 0 too for a model that is refused by now or keeps states, and for a cache
-    with nothing of its own, or that gradients flow through. Raises InvalidArgument for one that is not of a
-    call with the store (keeps_of()), or has more rows than one.
+    with nothing of its own, or that gradients flow through. behind: of a text that grows, the tokens whose
+    whole blocks are not asked for again, were they evicted or not. Raises InvalidArgument for one that is not
+    of a call with the store (keeps_of()), or has more rows than one.
     """
     served, options = attachment._current(model), attachment._model_state.options
     options = attachment._local.settings.over(options)
@@ -52,7 +53,8 @@ def publish(attachment: Attached, model: Any, tokens: Sequence[int], cache: Any)
     held = min(layer.get_seq_length() for layer in layers)
     chain = options.chunker.chain(served.identity, list(tokens[:held]))
     origin = max(layer.origin for layer in layers)
-    first = bisect_left(list(chain.start_tokens), origin)
+    starts = list(chain.start_tokens)
+    first = max(bisect_left(starts, origin), bisect_right(starts, behind) - 1)
     wanted = (served.tails and len(chain)) or (options.tails and served.plain)
     kept = wanted and chain.num_tokens >= origin  # else a tail would begin in front of what the layers hold
     left = served.tail_tokens(held - chain.num_tokens, options.chunker.block_tokens) if kept else 0

@@ -42,13 +42,15 @@ class Endings:
         for job in (entry.job for entry in running if entry.job.entry is entry):
             job.kept = len(job.prompt) // size if job.kept is None else job.kept
             if (full := (len(job.prompt) + len(job.tokens) - 1) // size) > job.kept:
-                job.kept = full
-                self.publish(job, goes_on=True)
+                kept, job.kept = job.kept, full
+                self.publish(job, kept * size)
 
-    def publish(self, job: Job, goes_on: bool = False) -> None:
+    def publish(self, job: Job, behind: int | None = None) -> None:
         """Its answer's blocks, so that the next turn of its conversation finds them: also of one whose client
-        left, for what it saw comes back. goes_on: whole ones, where blocks are all that is kept of a text.
+        left, for what it saw comes back. behind: of one that goes on the whole ones behind so many tokens,
+        where blocks are all that is kept of a text; what was evicted of those before is not written again.
         """
+        goes_on = behind is not None
         if job.cache is None or not (job.write and job.exact and len(job.tokens) > 1):
             return
         if goes_on and job.windowing is not None:
@@ -64,6 +66,6 @@ class Endings:
             with self._asked(job), self._kv.keeping(tails=not goes_on):
                 if goes_on and not self._kv._chosen().plain:
                     return
-                self._counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache)
+                self._counts["blocks_of_answers_total"] += self._kv.publish(text, job.cache, behind or 0)
         except Exception:  # without a store there is nothing to keep; the answer is whole
             self._counts["publish_failed_total"] += 1

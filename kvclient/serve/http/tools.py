@@ -14,12 +14,12 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import Any
 
-from kvclient.serve.http.spellings import PARAMETER, behind, calls_in_python, kinds, valued
+from kvclient.serve.http.spellings import FUNCTION_END, Parameters, behind, calls_in_python, kinds, valued
 
 TAG, TAG_END = "<tool_call>", "</tool_call>"
 LISTED = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"  # llama's, and qwen's within its tag
+FUNCTION = "<function="  # llama's, and qwen's within its tag
 ANYWHERE, AT_START = (TAG, LISTED, FUNCTION), (LLAMA, "{", "[")
 WHITE = r"[ \t\n\r]*"  # in JSON
 TYPED = f'("type"{WHITE}:{WHITE}"function"{WHITE},{WHITE})?'  # llama's begin so
@@ -122,6 +122,7 @@ class SpokenCalls:
         self._object, self._start = Value(0), 0
         self._tries = self._tried = 0  # of a list in Python: brackets, and the letters up to the last
         self._arguments: Value | None = None
+        self._named_so, self._of = "", Parameters(0)  # of a call whose parameters are being said
 
     def add(self, text: str, ended: bool = False) -> list[dict[str, Any]]:
         """ended: nothing follows."""
@@ -219,7 +220,9 @@ class SpokenCalls:
         if not known or at is None:
             return self._no_call(out, self._at)
         if self._held[at] == "<" and self._mark == FUNCTION:
-            return self._parameters(out, name[0], at, ended)
+            self._named_so, self._of = name[0], Parameters(at)
+            self._reads = self._parameters
+            return True
         if self._held[at] != "{":
             return self._no_call(out, self._at)
         self._object, self._arguments, self._start, self._at = Value(at), Value(at), at, at
@@ -227,14 +230,19 @@ class SpokenCalls:
         self._reads = self._call_itself
         return True
 
-    def _parameters(self, out: list[dict[str, Any]], name: str, start: int, ended: bool) -> bool:
-        """Of qwen's, each in tags of its own: told when all are there."""
-        if (end := self._held.find(FUNCTION_END, start)) < 0:
-            return self._no_call(out, self._at) if ended else False
-        types = kinds(self._offered, name)
-        told = {key: valued(text, types.get(key)) for key, text in PARAMETER.findall(self._held, start, end)}
-        self._tell(out, _spelled(name, json.dumps(told)))
-        self._held, self._at, self._reads = self._held[end:], 0, self._closing
+    def _parameters(self, out: list[dict[str, Any]], ended: bool) -> bool:
+        """Of qwen's, each in tags of its own: told when all are there. Where they are none, or not to their
+        end, nothing that stands in a value is a call.
+        """
+        whole = self._of.look(self._held)
+        if whole is None and not ended:
+            return False
+        if not whole:
+            return self._no_call(out, len(self._held) if whole is None else self._of.at)
+        types = kinds(self._offered, self._named_so)
+        told = {key: valued(text, types.get(key, ("string",))) for key, text in self._of.told}
+        self._tell(out, _spelled(self._named_so, json.dumps(told)))
+        self._held, self._at, self._reads = self._held[self._of.at :], 0, self._closing
         return True
 
     def _python(self, out: list[dict[str, Any]], ended: bool) -> bool:

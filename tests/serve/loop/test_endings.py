@@ -84,6 +84,35 @@ def test_of_an_answer_that_goes_on_each_full_block_is_there(daemon):
     assert max(held for _, held in seen) == 96 and loop.stats()["blocks_of_answers_total"] == 3 + 1
 
 
+@pytest.mark.parametrize("blocks", [64, 20])
+def test_what_is_evicted_of_an_answer_is_written_again_at_its_end_only(blocks):
+    """With each full block all those before it came again into a pool that does not hold the answer, and
+    others' blocks went: 25 blocks were written 142 times."""
+    model, events = build("llama", layers=2), queue.Queue()
+    size = 16 * model_bytes(model)
+    with (
+        kvclient.InMemoryClient(blocks * size) as client,
+        kvclient.hf.attach(model, client, block_tokens=16, self_test=False) as kv,
+    ):
+        loop, ids = Loop(model, kv, Limits()), prompt(20, seed=3)[0].tolist()
+        job = Job(ids, 400, Sampler(Sampling(temperature=0), ids), Text(Letters()),
+                  lambda event: events.put((0, event)))  # fmt: skip
+        loop.submit(job)
+        ended(events, 1)
+        loop.close()
+        assert not loop.stats().get("publish_failed_total")
+        written = loop.stats()["blocks_of_answers_total"]
+    whole = 419 // 16 - 1  # of the answer; and the tail
+    assert written == whole + 1 if blocks > 26 else whole < written <= 2 * (whole + 1)
+
+
+def model_bytes(model):
+    """Of a token's K and V."""
+    config = model.config
+    heads = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    return 2 * config.num_hidden_layers * heads * model.dtype.itemsize
+
+
 def _held(kv, text):
     """Whole blocks and the tail behind them, as a look-up of another session sees them."""
     chain = kv.chunker.chain(kv.identity, text, partial=True)

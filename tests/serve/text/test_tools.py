@@ -14,6 +14,7 @@ from kvclient.serve.http.answers.chat import offered
 from kvclient.serve.http.asking import Ask
 from kvclient.serve.http.messages import MessagesRequest, as_chat
 from kvclient.serve.http.schema import ChatRequest
+from kvclient.serve.http.spellings import Parameters
 from kvclient.serve.http.tools import ForcedCall, SpokenCalls, calls_in, forced_call
 
 CALL = '{"name": "look", "arguments": {"k": "a"}}'
@@ -73,6 +74,13 @@ def test_every_spelling_is_read(text, beside):
         "<function=look",
         "<function=look>and</function>",
         "<function=look>\n<parameter=k>\na",
+        "<function=look>\n<parameter=k>\na </function> b",
+        "<function=look>\n<parameter=k>\na\n</parameter>\n<parameter=of>// </function>",
+        "<function=look><parameter=k>a\n<parameter=of>b</parameter></function>",
+        "<function=look><parameter=k>a</parameter> and <parameter=of>b</parameter></function>",
+        "<function=look><parameter=k>a</parameter> and </function>",
+        f"<function=look><parameter=k>as in {QWENS}",
+        f"<function=look><parameter=k>as in <tool_call>{CALL}</tool_call>",
         "<tool_call><function",
         "[look('a')]",
         "[look(k=look)]",
@@ -86,15 +94,82 @@ def test_what_is_no_call_stays_text(text):
     assert calls_in(text, {"look"}) == (text, [])
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "// closes </function> here",
+        "</parameter> closes, and then\n</parameter>\n  more",
+        "</parameter></parameter",
+        "<function=look> <tool_call> <parameter= <parameter=\n> </function>",
+        f"<tool_call>{CALL}</tool_call>",
+        "",
+    ],
+)
+def test_what_marks_an_end_may_stand_in_a_value(value):
+    """A call was told as whole with what stood before its value's first mark."""
+    said = {"path": "a.js", "k": value, "of": "b"}
+    text = "".join(f"<parameter={name}>\n{each}\n</parameter>\n" for name, each in said.items())
+    text = f"<tool_call>\n<function=look>\n{text}</function>\n</tool_call>"
+    told, (call,) = calls_in(text, {"look"})
+    assert told == "" and json.loads(call["function"]["arguments"]) == said
+    for cut in range(text.index("</function>\n</tool_call>") + 10):
+        assert calls_in(text[:cut], {"look"})[1] == []
+
+
+def test_a_text_of_parameters_is_read_once(monkeypatch):
+    """Two thousand tags without an end took 5.5 s, and each piece of a long value all before it."""
+    looks, usual = [], Parameters.look
+
+    def look(self, text):
+        looks.append((self.at, text))
+        return usual(self, text)
+
+    monkeypatch.setattr(Parameters, "look", look)
+    text = "<function=look>" + "<parameter=a>" * 2000 + "</function>"
+    assert calls_in(text, {"look"}) == (text, []) and len(looks) == 1
+    looks.clear()
+    spoken = SpokenCalls({"look"})
+    for piece in ["<function=look><parameter=a>", *["word " * 20] * 100]:
+        spoken.add(piece)
+    assert len(looks) == 101 and max(len(text) - at for at, text in looks) < 500
+
+
+TYPES = {
+    "n": ("integer", "3", 3),
+    "on": ("boolean", "True", True),
+    "of": ("array", '["a"]', ["a"]),
+    "text": ("string", "3", "3"),
+    "odd": ("integer", "three", "three"),
+    "no_number": ("number", "NaN", "NaN"),
+    "below": ("number", "-Infinity", "-Infinity"),
+    "large": ("number", "1e999", "1e999"),
+    "within": ("array", "[1, NaN]", "[1, NaN]"),
+    "small": ("number", "1.5e3", 1500.0),
+    "either": (["string", "null"], "12", "12"),
+    "none": (["string", "null"], "null", None),
+    "said": ("string", "null", "null"),
+    "number": (["integer", "null"], "12", 12),
+}
+
+
 def test_a_parameter_is_of_its_schemas_type():
-    kinds = {"n": "integer", "on": "boolean", "of": "array", "text": "string", "odd": "integer"}
-    schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in kinds.items()}}
-    said = {"n": "3", "on": "True", "of": '["a"]', "text": "3", "odd": "three", "none": "4"}
+    properties = {name: {"type": kind} for name, (kind, _, _) in TYPES.items()}
+    said = {name: value for name, (_, value, _) in TYPES.items()}
+    wanted = {name: value for name, (*_, value) in TYPES.items()}
+    maybe = [{"type": "integer"}, {"type": "null"}]
+    properties |= {"any": {"anyOf": maybe}, "one": {"oneOf": maybe, "default": None}}
+    properties |= {"texts": {"anyOf": [*maybe, {"type": "string"}]}, "seen": {"anyOf": [{}, *maybe]}}
+    properties |= {"untold": {"enum": ["4"]}}
+    said |= {"any": "5", "one": "null", "untold": "4", "texts": "5", "seen": "5", "other": "4"}
+    wanted |= {"any": 5, "one": None, "untold": "4", "texts": "5", "seen": "5", "other": "4"}
     text = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in said.items())
     text = f"<tool_call>\n<function=look>\n{text}</function>\n</tool_call>"
-    _, (call,) = calls_in(text, {"look": schema})
-    wanted = {"n": 3, "on": True, "of": ["a"], "text": "3", "odd": "three", "none": "4"}
-    assert json.loads(call["function"]["arguments"]) == wanted
+    _, (call,) = calls_in(text, {"look": {"type": "object", "properties": properties}})
+
+    def refused(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(call["function"]["arguments"], parse_constant=refused) == wanted
 
 
 def test_a_named_calls_arguments_are_told_while_they_are_said():
@@ -152,7 +227,8 @@ SAID = st.lists(
     st.sampled_from(
         ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", CALL, "[", "]", "{", "}", "\n", " ",
          "Look: ", "look", "[ARGS]", '{"k": 1}', "<function=", ">", "</function>", "(k=", ")", "[CALL_ID]",
-         "<parameter=k>", "</parameter>", '{"name": "other", "arguments": {}}', ",", '"', "\\",
+         "<parameter=k>", "</parameter>", "<function=look>", "<parameter=k>a</parameter>", "// </function> ",
+         '{"name": "other", "arguments": {}}', ",", '"', "\\",
          '{"name": "look", "arguments": {"k": "}']
     ),
     max_size=7,
