@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "argument_checks.h"
+#include "attention_check.h"
 #include "cpu/numbers.h"
 #include "cpu/paths.h"
 
@@ -249,7 +250,7 @@ int checked(const Args* a, uint64_t wanted) {
 }
 
 int check_tails(const kvk_layer_in& a, const kvk_attention& attention) {
-  const uint32_t width = attention.kv_heads * attention.head_dim;
+  const uint64_t width = uint64_t{attention.kv_heads} * attention.head_dim;
   if (attention.batch != a.rows || attention.query_tokens != 1 || attention.dtype != a.dtype)
     return fail(KVK_INVALID, "an attention of %u times %u queries, dtype=%u, behind %u rows of %u", attention.batch,
                 attention.query_tokens, attention.dtype, a.rows, a.dtype);
@@ -306,7 +307,7 @@ extern "C" int kvk_layers(const kvk_layer_in* before, const kvk_attention* atten
                           uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
     if (int status = kvk_layer_before(&before[i])) return status;
-    if (int status = kvk::check_version(&attention[i])) return status;
+    if (int status = kvk::check_attention(&attention[i], true)) return status;
     if (int status = kvk::check_tails(before[i], attention[i])) return status;
     kvk::append(before[i], attention[i]);
     if (int status = kvk_attend(&attention[i])) return status;

@@ -262,6 +262,15 @@ TEST(what_does_not_fit_layers_is_refused) {
   wrong(attention.query_tokens, 2u, KVK_INVALID);
   wrong(attention.dtype, uint32_t{KVK_BF16}, KVK_INVALID);
   wrong(attention.kv_heads, 2u, KVK_INVALID);
+  const std::vector<Elements> kept = stack.sides;  // nothing is written for an attention that would be refused
+  constexpr uint32_t kWraps = (1u << 27) + 1;      // times kHeadDim, in 32 bits: kKey
+  static_assert(kWraps * kHeadDim == kKey);
+  attention.query_heads = kWraps;
+  wrong(attention.kv_heads, kWraps, KVK_INVALID);
+  attention.query_heads = kQuery / kHeadDim;
+  wrong(attention.query_heads, 0u, KVK_INVALID);
+  wrong(stack.sequences[1].tail.first, uint32_t{INT32_MAX}, KVK_INVALID);
+  CHECK(stack.sides == kept);
   wrong(attention.size, 8u, KVK_INVALID);
   wrong(attention.sequences, static_cast<const kvk_sequence*>(nullptr), KVK_INVALID);
   wrong(attention.workspace_bytes, uint64_t{1}, KVK_WORKSPACE);

@@ -174,8 +174,10 @@ def step(
     ends = zip(accumulate(counts), last, strict=True)
     rows = torch.tensor([row for end, count in ends for row in range(end - count, end)], device=device)
     cache = cache_of([caches[row] for row in order], counts, make)
-    some = cache.layers[-1].wanted = rows if len(rows) < len(ids) else None
-    with torch.no_grad(), stepping(), _head_over(model, some):
+    some, head = rows if len(rows) < len(ids) else None, model.get_output_embeddings()
+    seen = head is not None and (head._forward_hooks or head._forward_pre_hooks)
+    cache.layers[-1].wanted = None if seen else some
+    with torch.no_grad(), stepping(), _head_over(head, some):
         out = type(model).forward(
             model, input_ids=ids, position_ids=places, use_cache=True, return_dict=True, **passing(cache),
         )  # fmt: skip
@@ -185,11 +187,10 @@ def step(
 
 
 @contextlib.contextmanager
-def _head_over(model: torch.nn.Module, rows: torch.Tensor | None) -> Iterator[None]:
+def _head_over(head: Any, rows: torch.Tensor | None) -> Iterator[None]:
     """Within it, the model's head sees these rows only: it is a tenth of the work, and a prompt wants one.
     The last layer may have left out the others.
     """
-    head = model.get_output_embeddings()
     if rows is None or head is None:
         yield
         return

@@ -158,6 +158,7 @@ class Stack:
             return False
         if torch.is_grad_enabled() or handle.awaited() or not self._whole.stand():
             return False
+        causal = _is_causal(self._layers[0].attends.module)
         for number, layer in enumerate(self._layers):
             attention, kept = layer.attends.module, layer.module
             if type(kept).__call__ is not self._called[number] or kept._compiled_call_impl is not None:
@@ -165,6 +166,8 @@ class Stack:
             if attention.layer_idx != number or type(attention.scaling) is not float or not layer.stands():
                 return False
             if attention.config is not self._config or layer.attends.window() is not None:
+                return False
+            if attention.training or _is_causal(attention) is not causal:
                 return False
         return True
 
@@ -213,7 +216,8 @@ class Stack:
         if not _TOLD.issuperset(name for name in told if told[name] is not None) or not self._stands():
             return None
         if (places := rows.places_of(cache, len(self._layers), len(ids))) is None:
-            cache.layers[-1].ends = len(cache.layers) == len(self._layers)
+            unseen = forwards.is_unseen(self.module)  # who looks at the body sees all that goes in
+            cache.layers[-1].ends = unseen and len(cache.layers) == len(self._layers)
             return None
         if self._rows_same is False or (step := self._ready_rows()) is None:
             return None
@@ -254,7 +258,7 @@ class Stack:
             path, causal = one_row.path_of(dtype, attends.module.head_dim), False
         else:
             path = _path_of(function, dtype, attends.module.head_dim)
-            causal = bool(getattr(attends.module, "is_causal", True))
+            causal = _is_causal(attends.module)
         return None if path is None else (path, causal)
 
     def _takes(self, hidden: Any, angles: Any, count: int = 1) -> bool:
@@ -292,6 +296,11 @@ class Stack:
                 for ours, theirs in zip(before.layers, told[CACHE].layers, strict=True)
             )
         return out
+
+
+def _is_causal(attention: Any) -> bool:
+    """Whether a query is told not to see the keys behind it, where no mask says so."""
+    return bool(getattr(attention, "is_causal", True))
 
 
 def _alike(calls: list[Calls]) -> bool:

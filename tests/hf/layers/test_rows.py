@@ -91,14 +91,27 @@ def test_answers_and_caches_are_those_of_the_layers(pair, kind, dtype, steps):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
-def test_what_is_changed_of_a_model_counts(pair, change):
+def test_what_is_changed_of_a_model_counts(pair, change, steps):
     if change.__name__ in ("_eager", "_reference"):
         pytest.skip("a cache in place is told that its attention is another, and says so")
     talks = pair()
-    assert alike(talks) and alike(talks)
+    assert all(alike(talks) for _ in range(3))
+    assert len(steps) == 2, "the first is tried beside the layers, the next is taken"
     for talk in talks:
         change(talk.model)
     assert alike(talks) and alike(talks)
+
+
+@pytest.mark.parametrize("name, value", [("training", True), ("is_causal", False)])
+def test_each_layers_attention_is_asked_what_it_is(pair, name, value, steps):
+    """Only the first one's was, and one that is not causal is none of the kernels'."""
+    talks = pair()
+    assert all(alike(talks) for _ in range(3)) and len(steps) == 2
+    for talk in talks:
+        setattr(talk.model.model.layers[1].self_attn, name, value)
+    with pytest.raises(RuntimeError) if name == "is_causal" else contextlib.nullcontext():
+        assert alike(talks)
+    assert len(steps) == 2 and not handle.in_step() and not handle.awaited()
 
 
 def test_an_error_within_a_step_leaves_the_caches_as_they_were(pair, monkeypatch, steps):
@@ -178,3 +191,19 @@ def test_of_the_last_layer_nothing_is_computed_that_nobody_wants(pair, monkeypat
     talks[0].model.model.layers[last].register_forward_hook(lambda module, args, out: seen.append(len(out)))
     talks[0].say(tokens, [1, 1, 2])
     assert seen[-1] == 63, "who looks at a layer sees all of it"
+
+
+@pytest.mark.parametrize("place", ["body", "head"])
+def test_who_looks_at_the_body_or_at_what_goes_into_the_head_sees_all(pair, place):
+    seen, tokens = [], [[*range(3, 63)], [6], [7, 8]]
+    talks = pair()
+    for talk in talks:
+        body, head = talk.model.model, talk.model.lm_head
+        if place == "body":
+            body.register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state.clone()))
+        else:
+            head.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    seen.clear()
+    ours, theirs = (talk.say(tokens, [1, 1, 2]) for talk in talks)
+    assert torch.equal(ours, theirs) and len(ours) == 4
+    assert [each.shape for each in seen] == [(63, 1, 64)] * 2 and torch.equal(*seen)

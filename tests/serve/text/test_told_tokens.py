@@ -99,6 +99,25 @@ def test_of_what_is_not_there_for_a_client_that_is_gone_no_answer_is_made():
     assert told.value.status == 499
 
 
+def test_where_it_is_not_known_whether_a_client_is_there_its_answer_is_whole(caplog):
+    """It was thrown away, and told as a client's that had left."""
+
+    async def gone():
+        raise RuntimeError("no word of it")
+
+    async def asked():
+        run = Events(CompletionRequest(prompt=[0, 1], max_tokens=2))
+        run._events, run.choices = asyncio.Queue(), [Choice(run._ask)]
+        whole = asyncio.ensure_future(run.whole(gone()))
+        for _ in range(5):  # the failure is heard first
+            await asyncio.sleep(0)
+        run._events.put_nowait((0, Done("stop", "said")))
+        await whole
+        return run.choices[0].text
+
+    assert asyncio.run(asked()) == "said" and "no word of it" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("word", "text", "wanted"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
@@ -22,6 +23,7 @@ from kvclient.serve.http.reasoning import Reasoning
 from kvclient.serve.scheduler import QueueFull
 
 RETRY_AFTER_S = 2
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -111,12 +113,16 @@ class Run:
             yield index, event
 
     async def whole(self, gone: Awaitable[Any]) -> None:
-        """Waits for all answers. gone: ends once the client is. Raises ApiError, 499 where that is first:
-        what there is of the answers is nobody's, and no whole one can be made of it.
+        """Waits for all answers. gone: ends once the client is; one that fails says nothing of it. Raises
+        ApiError, 499 where that is first: what there is of the answers is nobody's, and no whole one can be
+        made of it.
         """
         done, left = asyncio.ensure_future(self._all()), asyncio.ensure_future(gone)
         try:
             await asyncio.wait({done, left}, return_when=asyncio.FIRST_COMPLETED)
+            if left.done() and not left.cancelled() and (error := left.exception()) is not None:
+                log.warning("whether a client is there is not known: %s: %s", type(error).__name__, error)
+                await asyncio.wait({done})
             if not done.done():
                 raise ApiError(499, "the client is gone")
             await done
