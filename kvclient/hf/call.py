@@ -214,6 +214,7 @@ class Report:
     approximate_from_disk: int = 0  # of the approximate ones: what this call had loaded
     recomputed_tokens: int = 0  # of the approximate ones: repaired in the layers behind the check
     estimated_kl: float | None = None  # of the answer, in nats, where max_kl is promised; of a batch, most
+    exact: bool = True  # False: of what was computed some is approximate or rounded, and nothing to publish()
     inside_keys: bytes = field(default=b"", repr=False)  # of the blocks they came from, 32 each
     followed_tokens: int = 0  # of the reused ones: taken while another process was still computing them
     published_blocks: int = 0

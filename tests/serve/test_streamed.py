@@ -7,19 +7,27 @@ of what is planned, and what a job hears of a pass that was refused after all.
 """
 
 import json
+import queue
 import shutil
 
 import pytest
+import torch
 
 import kvclient
 from kvclient.errors import InvalidArgument
-from kvclient.hf import Engine
+from kvclient.hf import Engine, Repair
+from kvclient.hf.reuse import products
 from kvclient.hf.streaming import Admission, RequestTooLarge, StreamingConfig
 from kvclient.hf.streaming.planner.asked import asked_of
+from kvclient.kernels import contract
 from kvclient.serve.engine.job import Failed
+from kvclient.serve.engine.loop import Loop
 from kvclient.serve.scheduler import Limits
 from kvclient.serve.streamed import limited, streamed
+from tests.hf.inside import BLOCK, COMPUTED, DOCUMENT
+from tests.hf.zoo import prompt
 from tests.serve.conftest import Server
+from tests.serve.loop.test_loop import ask, ended
 
 MEMORY = 300 << 20
 POSITIONS = 1 << 20
@@ -86,6 +94,27 @@ def test_on_a_gpu_it_streams_to_that(long, monkeypatch):
             streamed(str(long), None, "float16", device, MEMORY, {})
     assert [config.device for config in seen] == ["cuda:1", "cpu", "cpu"]
     assert {config.memory for config in seen} == {MEMORY}
+
+
+def test_an_answer_behind_products_that_are_rounded_is_nobodys_prefix(long, monkeypatch):
+    """Documents that changed places: no token is found then, and none is exact."""
+    if not products.available():
+        pytest.skip("no kernels here")
+    monkeypatch.setattr(products, "IN_PAIRS", (contract.auto_path(),))  # a processor of bf16 in pairs
+    other, repair = prompt(96, seed=15), Repair(caution=1.0, behind_tokens=90)
+    before = torch.cat([prompt(130, seed=21), other, prompt(20, seed=3)], dim=1)
+    swapped = torch.cat([prompt(13, seed=7), other, DOCUMENT, prompt(9, seed=4)], dim=1)
+    options = {"block_tokens": BLOCK, "self_test": False, "repair": repair}
+    client = kvclient.InMemoryClient(16 << 20)
+    streaming = StreamingConfig(residency="ffn_only_stream", n_staging_slots=2)
+    with Engine.from_pretrained(long, client, dtype="float32", streaming=streaming, **options) as engine:
+        loop, events, kept = Loop(engine.model, engine.kv, Limits()), queue.Queue(), []
+        for ids in (COMPUTED, before, swapped):
+            job = ask(loop, ids, events, len(kept))
+            ended(events, 1)
+            kept.append(loop.stats()["blocks_of_answers_total"])
+        assert not job.exact and 0 < kept[0] < kept[1] == kept[2]
+        loop.close()
 
 
 def test_what_raises_for_its_size_is_no_fault_of_the_server():

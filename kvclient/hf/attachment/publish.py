@@ -34,7 +34,8 @@ def publish(attachment: Attached, model: Any, tokens: Sequence[int], cache: Any,
     blocks, are left as they are. 0 too for a model that is refused by now or keeps states, and for a cache
     with nothing of its own, or that gradients flow through. behind: of a text that grows, the tokens whose
     whole blocks are not asked for again, were they evicted or not. Raises InvalidArgument for one that is not
-    of a call with the store (keeps_of()), or has more rows than one.
+    of a call with the store (keeps_of()), or has more rows than one. What a call of which `last.exact` is
+    False has computed is nobody's prefix: its cache must not be published.
     """
     served, options = attachment._current(model), attachment._model_state.options
     options = attachment._local.settings.over(options)

@@ -358,7 +358,7 @@ class Request:
         if self._blend is not None:
             report.approximate_tokens = self._blend.found * self._prompt.rows
             report.recomputed_tokens = self._blend.recomputed * self._prompt.rows
-            report.estimated_kl = self._blend.estimated_kl
+            report.estimated_kl, report.exact = self._blend.estimated_kl, False
             report.approximate_from_disk = self._inside.from_disk if self._inside is not None else 0
         elif (computed := report.prompt_tokens - report.reused_tokens) >= MIN_TOKENS and report.prefill_s > 0:
             self._pace.note(computed, report.prefill_s)

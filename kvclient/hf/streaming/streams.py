@@ -255,7 +255,7 @@ class Streams:
             assert self.scheduler is not None
             if layer is not self._layers[number]:
                 raise InvalidArgument("a copy of a streamed layer has no weights; load the model once more")
-            self._give_back_what_was_left()
+            self._give_back_what_was_left(number)
             if args:
                 self.staying.begin()
             if self.placement is not None and args:
@@ -281,12 +281,13 @@ class Streams:
         stacks: dict[int, list[Any]] = self._holding.__dict__.setdefault("stacks", {})
         return stacks.setdefault(number, [])
 
-    def _give_back_what_was_left(self) -> None:
+    def _give_back_what_was_left(self, entered: int) -> None:
         """torch calls no hook behind a layer that Ctrl-C ends: what this thread still holds as it enters the
-        next one is of such a layer.
+        next one is of such a layer. What it holds of the one it enters may be of a call around this one,
+        whose other hooks ask the layer for K and V before it is computed.
         """
         for number, holds in self._holding.__dict__.get("stacks", {}).items():
-            while holds:
+            while number != entered and holds:
                 self._after(number, computed=False)(self._layers[number], (), None)
 
     def _to_host(self, number: int) -> bool:

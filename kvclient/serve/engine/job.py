@@ -103,7 +103,7 @@ class Job:
     pieces: int = 0
     kept: int | None = None  # blocks of prompt and answer that are in the store; None: those of the prompt
     apart: bool = False  # only generate() can serve its prompt
-    exact: bool = True  # nothing of it was computed behind approximate tokens
+    exact: bool = True  # nothing of it is approximate, or computed behind what is
     first: Prompt | None = None
     draft: Record | None = None
     behind: Behind | None = None  # the last look at what its prompt shares inside of a block

@@ -226,7 +226,7 @@ class Loop:
         report = self._kv.last_here
         reused = report.reused_tokens if report is not None else 0
         self.counts["prompt_tokens_computed_total"] += upto - reused
-        job.exact = job.exact and (report is None or not report.approximate_tokens)
+        job.exact = job.exact and (report is None or report.exact)
         self._passes.note_rate(upto - reused, time.perf_counter() - began)
         if not self._noted(entry, report) and reused + self._kv.chunker.most < entry.filled:
             entry.whole = True  # the store kept not even whole blocks of the pieces before: no more of them

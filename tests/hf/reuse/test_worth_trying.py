@@ -95,6 +95,20 @@ def test_where_products_are_rounded_it_is_one_pass_and_what_it_computed_is_gone_
         assert report.estimated_kl == LEFT_ROUNDED and report.reused_tokens <= 13
 
 
+def test_what_was_computed_rounded_is_said_to_be_nothing_to_publish(attach, model, store_other, in_pairs):
+    """Though no token of it is approximate."""
+    kv = attach(Repair(caution=1.0, **FEW))
+    assert kv.last.exact
+    store_other()
+    generate(model, SWAPPED, 4)
+    assert (kv.last.approximate_tokens, kv.last.estimated_kl, kv.last.exact) == (0, LEFT_ROUNDED, False)
+    two = torch.cat([SWAPPED, torch.cat([prompt(13, seed=8), SWAPPED[:, 13:]], dim=1)])
+    generate(model, two, 4)
+    assert not kv.last.exact
+    generate(model, torch.cat([prompt(80, seed=31), prompt(80, seed=32)]), 4)
+    assert kv.last.exact
+
+
 def test_what_was_computed_rounded_is_nobodys_prefix(attach, model, store_other, in_pairs):
     kv = attach(Repair(caution=1.0, **FEW))
     store_other()

@@ -14,10 +14,11 @@ import transformers
 import kvclient
 import kvclient.hf
 from kvclient.errors import InvalidArgument
-from kvclient.hf import awq
+from kvclient.hf import Repair, awq
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, __main__
 from kvclient.hf.streaming.registry import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
+from tests.hf.inside import AUTO
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -66,6 +67,20 @@ def test_pages_and_quantised_blocks_say_what_they_say_in_memory(models, how):
         with kvclient.hf.attach(model, client, block_tokens=32, self_test=False, **how) as attachment:
             said += [model.generate(ids, **OPTIONS) for _ in range(2)]
             assert attachment.last.reused_tokens == 96
+    assert torch.equal(said[0], said[2]) and torch.equal(said[1], said[3])
+    all_back(models[0])
+
+
+@pytest.mark.parametrize("repair", [Repair("none"), Repair("cacheblend"), Repair("attention"), AUTO])
+def test_what_is_reused_inside_of_a_prompt_is_repaired_as_in_memory(models, repair):
+    """A repair asks a layer for K and V before it is computed: within the call that has its weights."""
+    document, said = torch.arange(1, 101)[None] * 7 % 128, []
+    prompts = [torch.cat([torch.arange(n)[None] % 128, document, document[:, :9]], dim=1) for n in (5, 40)]
+    for model in models:
+        client = kvclient.InMemoryClient(64 << 20)
+        with kvclient.hf.attach(model, client, block_tokens=16, self_test=False, repair=repair) as attachment:
+            said += [model.generate(ids, **OPTIONS) for ids in prompts]
+            assert attachment.last.approximate_tokens >= 80 and not attachment.last.exact
     assert torch.equal(said[0], said[2]) and torch.equal(said[1], said[3])
     all_back(models[0])
 

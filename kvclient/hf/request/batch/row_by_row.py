@@ -205,6 +205,7 @@ class RowByRow(Request):
         report.rows = [rows[row] for row in sorted(rows)]
         estimated = [row.estimated_kl for row in report.rows if row.estimated_kl is not None]
         report.estimated_kl = max(estimated, default=None)
+        report.exact = all(told.exact for _, told, _ in self._parts)
         self._claims = Claims(self._client, served, self._options, self._clock, self._same)
         if report.store_error is not None:
             self._stop_writing()

@@ -174,7 +174,7 @@ class DeviceStreams:
 
     def _before(self, number: int) -> Callable[..., None]:
         def before(_layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            self._give_back_what_was_left()
+            self._give_back_what_was_left(number)
             with contextlib.ExitStack() as stack:
                 if on_host := self._goes_to_host(number, args):
                     assert self._hosts is not None
@@ -243,10 +243,11 @@ class DeviceStreams:
         stacks: dict[int, list[Any]] = self._holding.__dict__.setdefault("stacks", {})
         return stacks.setdefault(number, [])
 
-    def _give_back_what_was_left(self) -> None:
+    def _give_back_what_was_left(self, entered: int) -> None:
         """torch calls no hook behind a layer that Ctrl-C ends: what this thread still holds as it enters the
-        next one is of such a layer.
+        next one is of such a layer. What it holds of the one it enters may be of a call around this one,
+        whose other hooks ask the layer for K and V before it is computed.
         """
         for number, holds in self._holding.__dict__.get("stacks", {}).items():
-            while holds:
+            while number != entered and holds:
                 self._after(number)(self.layers[number].module, (), None)
