@@ -105,13 +105,24 @@ def test_what_is_looked_at_before_the_first_pass_is_not_read_again(tmp_path):
     made = []
     model = opened(write(tmp_path), "full_stream", lambda arranged: made.append(Counted(arranged)) or made[0])
     assert "forward" in model.model.layers[COUNT - 1].__dict__
-    assert expected_s(model) > 0
+    assert streams_of(model).measured((1,))
     scheduler = streams_of(model).scheduler
     assert scheduler.first_s is None and not scheduler.hits and not any(scheduler.waited_s.values())
     logits(model, prompt(5))
     layers = [number for number in made[0].read if number < COUNT]  # behind them the embedding and the head
     assert layers[:COUNT] == list(range(COUNT))
     assert made[0].read.count(COUNT - 1) == 1
+    streams_of(model).close()
+
+
+def test_what_a_pass_will_take_is_told_by_a_read_or_two_and_no_pass_begins_by_it(tmp_path):
+    made = []
+    model = opened(write(tmp_path), "full_stream", lambda arranged: made.append(Counted(arranged)) or made[0])
+    streams_of(model).measured((1,))  # which fills the slots
+    before, scheduler = len(made[0].read), streams_of(model).scheduler
+    assert expected_s(model) > 0
+    assert len(made[0].read) - before <= 2  # the one that it times, and the one that made room for it
+    assert scheduler.first_s is None and not scheduler.hits and not any(scheduler.waited_s.values())
     streams_of(model).close()
 
 
