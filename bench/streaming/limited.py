@@ -76,7 +76,8 @@ def run(command: list[str], limit: int | None, patience_s: float) -> dict:
             )
         except subprocess.TimeoutExpired:
             return {"absent": f"not done within {patience_s:g} s"}
-        peak = int((group[0] / group[1]).read_text()) if group is not None else None
+        told = group is not None and (group[0] / group[1]).exists()  # memory.peak is of Linux 5.19
+        peak = int((group[0] / group[1]).read_text()) if told else None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

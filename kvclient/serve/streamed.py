@@ -2,7 +2,8 @@
 memory, in so much memory as it was given.
 
 Owns how that memory is shared between layers and requests. Never reads a layer. Invariant: what is held, the
-KV of all requests that run, and the widest pass of theirs are no more than --memory, as the planner counts.
+KV of all requests that run, and the widest pass of theirs are no more than --memory, as the planner counts; a
+draft model and --store are beside it.
 """
 
 from __future__ import annotations

@@ -97,6 +97,13 @@ class Admission:
         """
         return 0 if self._embedding is None else self._embedding.rows_bytes(rows * min(self.chunk, prompt))
 
+    def rows_beyond(self, prompt: int, rows: int = 1) -> int:
+        """Bytes of the estimate that are rows of such an embedding, of this call's and all others' together.
+        """
+        if self._embedding is None:
+            return 0
+        return int(self._embedding.beyond(rows * min(self.chunk, prompt), self._others) * self.raised)
+
     def estimate(self, prompt: int, new: int, rows: int = 1) -> Estimate:
         """Of `rows` prompts of so many tokens, and as many new ones for each."""
         for name, value in (("prompt", prompt), ("rows", rows)):
@@ -105,10 +112,9 @@ class Admission:
         parts = self._shape.kv(prompt + new), self._shape.piece(min(self.chunk, prompt), prompt + new)
         kv, piece = (self._up(rows * part) for part in parts)
         fixed = self._shape.fixed + self._unpacked
-        if self._embedding is not None:
-            fixed += self._embedding.beyond(rows * min(self.chunk, prompt), self._others)
         logits = self._up(rows * self._shape.logits)
-        return Estimate(prompt, new, self._held, kv, piece + self._up(fixed), logits)
+        activations = piece + self._up(fixed) + self.rows_beyond(prompt, rows)
+        return Estimate(prompt, new, self._held, kv, activations, logits)
 
     def admit(self, ids: torch.Tensor, max_new_tokens: int, auto_truncate: bool = False) -> torch.Tensor:
         """ids [rows, tokens] as they may run: all of them, or with auto_truncate the last ones that fit.

@@ -107,23 +107,25 @@ class Asked:
             if not chosen.fits(prompt, call.new, call.rows):
                 prompt = self._cut(chosen, call, asked)
             estimate, rows = chosen.estimate(prompt, call.new, call.rows), chosen.rows(prompt, call.rows)
+            taken = estimate.working - chosen.rows_beyond(prompt, call.rows)  # those are of all calls at once
             self._taken, self._rows, self._running = (
-                self._taken + estimate.working, self._rows + rows, self._running + 1,
+                self._taken + taken, self._rows + rows, self._running + 1,
             )  # fmt: skip
             if not call.whole and prompt > chosen.chunk:
                 asked["prefill_chunk_size"] = chosen.chunk
                 self._said["in_pieces"] += 1
-        gauge = gauge_of(model) if alone else None
+        measured = None
         try:
+            gauge = gauge_of(model) if alone else None
             yield asked
+            measured = gauge.taken() if gauge is not None else None
         finally:
-            taken = gauge.taken() if gauge is not None else None
             with self._lock:
                 self._taken, self._rows, self._running = (
-                    self._taken - estimate.working, self._rows - rows, self._running - 1,
+                    self._taken - taken, self._rows - rows, self._running - 1,
                 )  # fmt: skip
-                if taken is not None and self._said["asked"] == number:  # nobody else was there
-                    chosen.measured(estimate, taken)
+                if measured is not None and self._said["asked"] == number:  # nobody else was there
+                    chosen.measured(estimate, measured)
                     self._raised = min(MOST_RAISED, max(self._raised, chosen.raised))
 
     def serve(self, model: Any, chunk: int, rows: int) -> int:

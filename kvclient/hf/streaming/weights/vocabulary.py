@@ -129,11 +129,10 @@ class StreamedEmbedding:
         return min(len(self._memory), tokens * most * BLOCK_BYTES)
 
     def beyond(self, tokens: int, others: int = 0) -> int:
-        """Bytes that they take above ROWS_BYTES, which the plan holds once. others: rows_bytes() of calls
-        that may look some up at the same moment, for whom that was asked before.
+        """Bytes that all take above ROWS_BYTES, which the plan holds once: the rows of so many tokens, and
+        others, the rows_bytes() of calls that may look some up at the same moment.
         """
-        whole = min(len(self._memory), others + self.rows_bytes(tokens))
-        return max(0, whole - ROWS_BYTES) - max(0, min(len(self._memory), others) - ROWS_BYTES)
+        return max(0, min(len(self._memory), others + self.rows_bytes(tokens)) - ROWS_BYTES)
 
 
 class StreamedHead:

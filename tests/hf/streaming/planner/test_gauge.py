@@ -5,6 +5,7 @@ Method: a tiny model under a limit, with readings of the process as the test say
 of processes whose limits lie in a made-up tree.
 """
 
+import contextlib
 import threading
 
 import pytest
@@ -130,14 +131,20 @@ def test_beside_another_call_nothing_is_learnt(model, read, first):
     assert raised(model) == 1.0
 
 
-def test_rows_of_two_prompts_at_one_moment_are_both_counted(home, monkeypatch):
-    """Of an embedding that is read row by row."""
+@pytest.fixture
+def by_rows(home, monkeypatch):
+    """A model whose embedding is read row by row."""
     monkeypatch.setattr(vocabulary, "ROWS_BYTES", 0)
     whole = StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_stream"))
     least = streams_of(whole).plan.bytes - 1
     streams_of(whole).close()
     model = StreamingCausalLM.from_pretrained(home, StreamingConfig(residency="full_stream", memory=least))
-    rows = streams_of(model).embedding
+    yield model
+    streams_of(model).close()
+
+
+def test_rows_of_two_prompts_at_one_moment_are_both_counted(by_rows, monkeypatch):
+    model, rows = by_rows, streams_of(by_rows).embedding
     monkeypatch.setattr(rows, "_memory", memoryview(bytearray(2 * TOKENS * vocabulary.BLOCK_BYTES)))
     monkeypatch.setattr(vocabulary, "ROWS_BYTES", rows.rows_bytes(TOKENS))  # one prompt's
     alone = Admission(model, MUCH, TOKENS).estimate(TOKENS, 4)
@@ -151,7 +158,28 @@ def test_rows_of_two_prompts_at_one_moment_are_both_counted(home, monkeypatch):
             pass
     with limit.call(model, dict(call)):
         pass
-    streams_of(model).close()
+
+
+def test_rows_are_counted_though_who_came_first_ends_first(by_rows, monkeypatch):
+    """A call that began beside one which may look up all rows adds none to them, and has them still when that
+    one has ended.
+    """
+    model, rows = by_rows, streams_of(by_rows).embedding
+    monkeypatch.setattr(rows, "_memory", memoryview(bytearray(TOKENS * vocabulary.BLOCK_BYTES)))
+    alone = Admission(model, MUCH, TOKENS).estimate(TOKENS, 4)
+    call = {"input_ids": ids(TOKENS), "max_new_tokens": 4}
+    without = alone.working - rows.rows_bytes(TOKENS)
+    limit = asked.Asked(alone.held + rows.rows_bytes(TOKENS) + 2 * without, False)
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(limit.call(model, dict(call)))
+        second.enter_context(limit.call(model, dict(call)))
+        first.close()
+        limit.memory -= 1
+        with pytest.raises(RequestTooLarge), limit.call(model, dict(call) | {"prefill_chunk_size": TOKENS}):
+            pass
+        limit.memory += 1
+        with limit.call(model, dict(call)):
+            pass
 
 
 # ---------------------------------------------------------------- what is free
