@@ -136,7 +136,7 @@ def _prefill(
     request = local.request if local is not None else None
 
     def run(ids: torch.Tensor = input_ids) -> Any:
-        if local is not None:
+        if local is not None and local.begun is not None:
             local.begins()
         return prefill(ids, generation_config, model_kwargs, *args, **kwargs)
 
