@@ -34,7 +34,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvclient.errors import InvalidArgument
 from kvclient.integrations.health import Health
 from kvclient.integrations.leases import Leases
 from kvclient.integrations.options import connected, with_defaults
@@ -90,8 +89,9 @@ class _Sought:
 
 
 def _locality(said: str | None) -> Locality | None:
+    """A ValueError for another, as vLLM's own tiers raise."""
     if said is not None and said not in Locality.__members__:
-        raise InvalidArgument(f"locality={said!r}; it must be {' or '.join(Locality.__members__)}")
+        raise ValueError(f"locality={said!r}; it must be {' or '.join(Locality.__members__)}")
     return None if said is None else Locality[said]
 
 

@@ -94,7 +94,7 @@ def what_is_wrong_at_the_start_is_told():
             raise AssertionError("a row that does not come back was taken")
     try:
         tier(locality="NEAR")
-    except kvclient.InvalidArgument as error:
+    except ValueError as error:
         assert "locality='NEAR'" in str(error) and "LOCAL or REMOTE" in str(error), error
     else:
         raise AssertionError("a locality that vLLM does not know was taken")
