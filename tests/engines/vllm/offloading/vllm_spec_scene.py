@@ -62,7 +62,9 @@ from tests.engines.vllm.offloading.vllm_spec_parts import (
 def what_differs_in_one_thing_misses():
     naming = names()
     put(naming)
-    assert answers(manager(naming), KEYS) == [True] * len(KEYS)
+    finds = manager(naming)
+    assert answers(finds, KEYS) == [True] * len(KEYS)
+    finds.shutdown()  # else its pins stay until it is collected
     parallel = CONFIG.parallel
     changes = {
         "weights": names(weights_digest="w2"),
