@@ -91,7 +91,7 @@ class _Sought:
 def _locality(said: str | None) -> Locality | None:
     """A ValueError for another, as vLLM's own tiers raise."""
     if said is not None and said not in Locality.__members__:
-        raise ValueError(f"locality={said!r}; it must be {' or '.join(Locality.__members__)}")
+        raise ValueError(f"locality={said!r} is no Locality: it must be {' or '.join(Locality.__members__)}")
     return None if said is None else Locality[said]
 
 
