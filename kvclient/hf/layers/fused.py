@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from ctypes import byref, sizeof
 from dataclasses import dataclass
 from typing import Any
@@ -283,3 +284,21 @@ def _packed(module: Any, sealed: Sealed, dtype: torch.dtype) -> Any:
         module.in_features, module.out_features, module.group, int(in_panels(words)),
         *(None if tensor is None else tensor.data_ptr() for tensor in places),
     )  # fmt: skip
+
+
+def lay(
+    before: contract.LayerIn, behind: contract.LayerOut, number: int, rows: int,
+    turns: Sequence[torch.Tensor], asks: torch.Tensor, sides: torch.Tensor, out: torch.Tensor,
+    flow: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    """Where layer `number` of a step of so many rows computes. turns: cos and sin [rows, 1, head_dim]; asks,
+    out: [rows, 1, heads, head_dim]; sides: K and V [2, ...]; flow: [rows, 1, hidden] each, what goes from
+    layer to layer, from one to the other and back, and what lies between a layer's halves.
+    """
+    before.rows = behind.rows = rows
+    before.cos, before.sin = (turn.data_ptr() for turn in turns)
+    before.q = asks.data_ptr()
+    before.k, before.v = sides[0].data_ptr(), sides[1].data_ptr()
+    behind.attended, behind.factor, behind.middle = out.data_ptr(), 1.0, flow[2].data_ptr()
+    before.x = behind.residual = flow[number % 2].data_ptr()
+    behind.result = flow[1 - number % 2].data_ptr()

@@ -17,7 +17,7 @@ import torch
 from kvclient.hf.attention import dense
 from kvclient.hf.cache.ragged import RaggedLayer
 from kvclient.hf.layers.decoder import Layer
-from kvclient.hf.layers.fused import ROWS, Calls
+from kvclient.hf.layers.fused import ROWS, Calls, lay
 from kvclient.kernels import contract
 
 Places = list[list[tuple[int, Any, Any]]]  # of each layer and request, as RaggedLayer.next_places() has them
@@ -48,15 +48,9 @@ class Rows:
         self._behind = (contract.LayerOut * count)(*(structs.behind for structs in self._structs))
         self._attention = (contract.Attention * count)(*attends)
         self._sequences = (contract.Sequence * (count * ROWS))()
+        memory = (self.cos, self.sin), self._asks, self._sides, self._out, self.flow
         for number in range(count):
-            before, behind = self._before[number], self._behind[number]
-            before.cos, before.sin = self.cos.data_ptr(), self.sin.data_ptr()
-            before.q = self._asks.data_ptr()
-            before.k, before.v = self._sides[0].data_ptr(), self._sides[1].data_ptr()
-            behind.attended, behind.factor, behind.middle = self._out.data_ptr(), 1.0, self.flow[2].data_ptr()
-            before.x = behind.residual = self.flow[number % 2].data_ptr()
-            behind.result = self.flow[1 - number % 2].data_ptr()
-            before.rows = behind.rows = ROWS
+            lay(self._before[number], self._behind[number], number, ROWS, *memory)
             place = addressof(self._sequences) + number * ROWS * sizeof(contract.Sequence)
             self._attention[number].sequences = place
         library = contract.cpu()

@@ -21,7 +21,7 @@ from kvclient.hf.attention import backends, dense, handle, one_row, registered
 from kvclient.hf.layers import appended, forwards, kinds, rows
 from kvclient.hf.layers.decoder import Layer
 from kvclient.hf.layers.forwards import Whole, takes_rows
-from kvclient.hf.layers.fused import Calls
+from kvclient.hf.layers.fused import Calls, lay
 from kvclient.hf.release import CACHE
 from kvclient.kernels import contract
 
@@ -63,15 +63,9 @@ class Step:
         tail, size = self._sequences[0].tail, self.cos.element_size()
         tail.k_token_stride = tail.v_token_stride = size * heads
         tail.codec = backends.DTYPES[dtype]
+        memory = (self.cos, self.sin), self._asks, self._sides, self._out, self.flow
         for number, structs in enumerate(self._structs):
-            before, behind = structs.before, structs.behind
-            before.rows = behind.rows = 1
-            before.cos, before.sin = self.cos.data_ptr(), self.sin.data_ptr()
-            before.q = self._asks.data_ptr()
-            before.k, before.v = self._sides[0].data_ptr(), self._sides[1].data_ptr()
-            behind.attended, behind.factor, behind.middle = self._out.data_ptr(), 1.0, self.flow[2].data_ptr()
-            before.x = behind.residual = self.flow[number % 2].data_ptr()
-            behind.result = self.flow[1 - number % 2].data_ptr()
+            lay(structs.before, structs.behind, number, 1, *memory)
 
     def __call__(self, memory: appended.Appended) -> torch.Tensor:
         """What the last layer answers, [1, 1, hidden], of flow[0], behind the tokens in memory, which has
