@@ -193,7 +193,10 @@ class Staying:
             self._part(number)
         elif self.head is None or number != self.head[0]:
             self._slots.before(number)(layer, args)
-            self._leave_parts(number)
+            if self._slots.holds(number):
+                self._leave_parts(number)
+            else:  # another thread has asked for it meanwhile, and has maybe put a part of it only
+                self.keep(number)
         return None
 
     # ---------------------------------------------------------------- the first pass

@@ -175,6 +175,36 @@ def test_two_first_passes_at_one_time(opened, want):
     assert not any(slot.users for slot in streams_of(model).scheduler.slots)
 
 
+def test_a_layer_of_which_another_thread_has_put_a_part_is_waited_for(opened, want, monkeypatch):
+    """It has no slot any more: the first pass went on without what had not come."""
+    model, _ = opened()
+    streams = streams_of(model)
+    with torch.inference_mode():
+        streams.staying.begin()
+    part, holding = streams.staying._came.part, streams.scheduler.holding
+    put, gone_on, threads = threading.Event(), threading.Event(), []
+
+    def slow(number, name):
+        if number == LATE[0] and LATE[0] not in streams.staying.late:  # its first part is there
+            put.set()
+            gone_on.wait(5)  # only a pass that does not wait for the rest comes to its parts meanwhile
+        return part(number, name)
+
+    def once_a_part_is_there(number, *args):
+        if number == LATE[0] and not threads:
+            threads.append(threading.Thread(target=streams.staying.keep, args=(number,)))
+            threads[0].start()
+            assert put.wait(60)
+        return holding(number, *args)
+
+    monkeypatch.setattr(streams.staying._came, "part", slow)
+    monkeypatch.setattr(streams.scheduler, "holding", once_a_part_is_there)
+    model.model.layers[LATE[0]].mlp.register_forward_pre_hook(lambda *_: gone_on.set())
+    assert torch.equal(logits(model), want)
+    threads[0].join(60)
+    assert is_there(model) and torch.equal(logits(model), want)
+
+
 def test_a_read_that_fails_and_a_layer_that_raises_are_followed_by_a_call_that_works(opened, want):
     model, mover = opened()
     mover.failing = 4  # read before it is asked for, and again then
