@@ -181,20 +181,25 @@ def test_a_layer_of_which_another_thread_has_put_a_part_is_waited_for(opened, wa
     streams = streams_of(model)
     with torch.inference_mode():
         streams.staying.begin()
-    part, holding = streams.staying._came.part, streams.scheduler.holding
+    part, keep, holding = streams.staying._came.part, streams.staying.keep, streams.scheduler.holding
     put, gone_on, threads = threading.Event(), threading.Event(), []
 
     def slow(number, name):
         if number == LATE[0] and LATE[0] not in streams.staying.late:  # its first part is there
             put.set()
-            gone_on.wait(5)  # only a pass that does not wait for the rest comes to its parts meanwhile
+            assert gone_on.wait(60)  # to its parts, or to wait for them
         return part(number, name)
+
+    def waiting(number):
+        gone_on.set()
+        keep(number)
 
     def once_a_part_is_there(number, *args):
         if number == LATE[0] and not threads:
-            threads.append(threading.Thread(target=streams.staying.keep, args=(number,)))
+            threads.append(threading.Thread(target=keep, args=(number,)))
             threads[0].start()
             assert put.wait(60)
+            monkeypatch.setattr(streams.staying, "keep", waiting)
         return holding(number, *args)
 
     monkeypatch.setattr(streams.staying._came, "part", slow)
@@ -202,6 +207,7 @@ def test_a_layer_of_which_another_thread_has_put_a_part_is_waited_for(opened, wa
     model.model.layers[LATE[0]].mlp.register_forward_pre_hook(lambda *_: gone_on.set())
     assert torch.equal(logits(model), want)
     threads[0].join(60)
+    streams.settle()
     assert is_there(model) and torch.equal(logits(model), want)
 
 
