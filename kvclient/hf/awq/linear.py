@@ -51,6 +51,14 @@ _reordering = threading.Lock()  # of the words of any layer
 _saving = threading.local()  # how state_dict() gives words in panels
 
 
+@cache
+def torch_multiplies_bf16() -> bool:
+    """Whether torch has products of bf16 for this processor; where it has none (AVX2 and no more) it adds up
+    number by number, seventy times slower than the kernels.
+    """
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def fallbacks() -> dict[str, int]:
     """Calls on a CUDA device that torch answered although there are kernels, by reason."""
     return dict(_fallbacks)
@@ -106,7 +114,7 @@ class AwqLinear(torch.nn.Module):
         if not self._fits_cpu(x):
             return self._by_torch(x)
         many = x.dtype == torch.bfloat16 and x.numel() > ROWS_PACKED * self.in_features
-        return self._by_tiles(x) if many else self._by_cpu(x)
+        return self._by_tiles(x) if many and torch_multiplies_bf16() else self._by_cpu(x)
 
     def _fits_cpu(self, x: torch.Tensor) -> bool:
         """Whether native/cpu takes this x: of a type that fp32 holds, and nothing to be traced."""

@@ -274,10 +274,15 @@ def test_few_rows_on_a_cpu_dequantise_nothing(monkeypatch):
         assert few.abs().max() <= 2**-8 * whole.abs().max(), "bf16 is further off than its own rounding"
         many = torch.cat([x, *(x + i for i in range(8))], 1)  # of bf16 more rows than packed words are for
         assert torch.equal(layer(many)[:, :16], whole)
+        patched.setattr(linear, "torch_multiplies_bf16", lambda: True)
         for tile in (linear.TILE_BYTES, 8 * 2 * 64):  # of eight columns
             patched.setattr(linear, "TILE_BYTES", tile)
             near = layer(many.bfloat16())[:, :16].float()
             assert near.shape == whole.shape and (near - whole).abs().max() <= 2e-2 * whole.abs().max()
+        patched.setattr(linear, "torch_multiplies_bf16", lambda: False)  # it would add up number by number
+        patched.setattr(awq.AwqLinear, "_by_tiles", None)
+        many = many.bfloat16()
+        assert torch.equal(layer(many)[:, :1], layer(many[:, :1]))
     monkeypatch.setenv(linear.ENVIRONMENT, "torch")
     assert (layer(x) - whole).abs().max() <= 1e-5 * whole.abs().max()
 
