@@ -32,19 +32,21 @@ def compute_ahead(
     if rows != 1 or length < FEWEST or config.output_attentions or config.output_hidden_states:
         return
     try:
-        read_prompt(model, input_ids, model_kwargs)
+        tokens = read_prompt(model, input_ids, model_kwargs).tokens
     except Bypassed as bypassed:
         request.report.bypassed, request.report.bypass_detail = bypassed.reason, bypassed.detail or None
         return
-    ahead = {**model_kwargs, "attention_mask": torch.ones_like(input_ids[:, :-1])}
+    if tokens < FEWEST:  # behind padding
+        return
+    ids, mask = input_ids[:, :-1], model_kwargs.get("attention_mask")
+    ahead = {**model_kwargs, "attention_mask": torch.ones_like(ids) if mask is None else mask[:, :-1]}
     for name in LONG[1:]:
         if ahead.get(name) is not None:
             ahead[name] = ahead[name][..., :-1]
-    ids = input_ids[:, :-1]
 
-    def run() -> Any:
+    def run(piece: torch.Tensor = ids) -> Any:
         begins()
-        return prefill(ids, config, ahead)
+        return prefill(piece, config, ahead)
 
     request.prefill(model, run, ids, config, ahead)
     request.report.prompt_tokens += 1

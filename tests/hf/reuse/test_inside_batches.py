@@ -103,6 +103,16 @@ def test_a_prompt_behind_padding_is_reused_inside(attach, model):
         assert torch.equal(tokens, generate(model, ids, attention_mask=mask)[0])
 
 
+def test_a_prompt_behind_padding_is_looked_up_in_and_reused_inside(attach, model):
+    """Its prompt is computed ahead of a loop that knows no prefill, by a request of its own for the row."""
+    kv = attach(Repair("auto", attended_ratio=1.0))
+    ids, mask = (torch.nn.functional.pad(each, (3, 0)) for each in padded(asked(5)))
+    with kv.bypass():
+        plain, *_ = generate(model, ids, attention_mask=mask)
+    tokens, *_ = generate(model, ids, attention_mask=mask, prompt_lookup_num_tokens=3)
+    assert kv.last.approximate_tokens == 100 and torch.equal(tokens, plain)
+
+
 def test_beams_of_different_prompts(attach, model):
     kv = attach(Repair("auto", attended_ratio=1.0))
     ids, mask = padded(*ROWS[:3])
