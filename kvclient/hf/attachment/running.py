@@ -151,13 +151,15 @@ def _get_candidate_generator(model: torch.nn.Module, **kwargs: Any) -> Any:
     request = attachment._local.request if attachment is not None else None
     asked = [kwargs.get(name) for name in ("input_ids", "generation_config", "model_kwargs")]
     states = attachment is not None and attachment._model_state.served.states  # recorded, to be cut back
-    if request is not None and not states and all(argument is not None for argument in asked):
+    made = candidate_generator(**kwargs)
+    looks = getattr(made, "requires_model_outputs", False)  # at all that the first pass says (MTP)
+    if request is not None and not states and not looks and all(argument is not None for argument in asked):
         assert attachment is not None
         _, prefill = _attached(model, "_prefill")
         assisted.compute_ahead(request, prefill, attachment._local.begins, model, *asked)
     if attachment is not None:
         attachment._local.begins()  # where nothing was computed ahead: no prefill is to come
-    return candidate_generator(**kwargs)
+    return made
 
 
 HOOKS = {

@@ -6,6 +6,7 @@ Method: tiny random models in place and dense; the assistant is the model itself
 
 import pytest
 import torch
+from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import kvclient.hf
 from tests.hf.zoo import build, generate, known, prompt
@@ -56,6 +57,28 @@ def test_models_of_other_kinds(client, name):
             assert (kv.last.bypassed, kv.last.reused_tokens) == (None, reused)
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_padding_before_a_prompt_is_no_part_of_it(client, how):
+    """It was computed as tokens: the answer was another, and its blocks were those of a text nobody said."""
+    model, ids, pad = build("llama"), torch.cat([prompt(5, seed=9), again(12)], dim=1), 5
+    mask = torch.ones_like(ids)
+    mask[:, :pad] = 0
+    plain = generate(build("llama"), ids, 24, attention_mask=mask)[0]
+    assert torch.equal(plain[:, pad:], generate(build("llama"), ids[:, pad:], 24)[0])
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK) as kv:
+        for reused in (0, 64):
+            found = generate(model, ids, 24, attention_mask=mask, **HOWS[how]())[0]
+            assert torch.equal(found, plain)
+            assert (kv.last.bypassed, kv.last.reused_tokens, kv.last.prompt_tokens) == (None, reused, 72)
+        generate(model, ids[:, pad:], 1)
+        assert kv.last.reused_tokens == 71, "it is the same text without"
+        single = mask.clone()
+        single[:, :-1] = 0
+        found = generate(model, ids, 8, attention_mask=single, **HOWS[how]())[0]
+        assert torch.equal(found, generate(build("llama"), ids, 8, attention_mask=single)[0])
+        assert kv.last.bypassed == "no_prefill"
+
+
 def test_an_answer_that_ends_in_the_middle_of_candidates(client):
     model, ids = build("llama"), again(12)
     plain = generate(model, ids, 24)[0]
@@ -80,6 +103,26 @@ def test_what_it_cannot_serve_is_left_alone(client):
             assert torch.equal(generate(model, ids, 8, prompt_lookup_num_tokens=3)[0], plain)
 
 
+def test_who_guesses_by_what_the_prompts_pass_says_sees_all_of_it(client, monkeypatch):
+    """MTP, DFlash: of a prompt that was computed ahead they had the last token's hidden state alone."""
+    model, ids, seen = build("llama"), again(12), []
+
+    class Looks(CandidateGenerator):
+        requires_model_outputs = True
+        model_kwargs_overrides = {"output_hidden_states": True}  # noqa: RUF012
+
+        def get_candidates(self, input_ids, model_outputs=None, **_):
+            if model_outputs is not None:
+                seen.append(model_outputs.hidden_states[-1].shape[1])
+            return input_ids, None
+
+    plain = generate(build("llama"), ids, 4)[0]
+    monkeypatch.setattr(type(model), "_get_candidate_generator", lambda *_, **__: Looks())
+    with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
+        assert torch.equal(generate(model, ids, 4, prompt_lookup_num_tokens=3)[0], plain)
+        assert (seen, kv.last.bypassed) == ([72, 1, 1], "no_prefill")
+
+
 def test_an_error_in_the_loop_leaves_no_hook(client, monkeypatch):
     model, ids = build("llama"), again(12)
     with kvclient.hf.attach(model, client, block_tokens=BLOCK, self_test=False) as kv:
@@ -88,7 +131,7 @@ def test_an_error_in_the_loop_leaves_no_hook(client, monkeypatch):
             raise RuntimeError("no candidates")
 
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no candidates"):
-            patch.setattr(type(model), "_get_candidate_generator", fail)
+            patch.setattr(PromptLookupCandidateGenerator, "get_candidates", fail)
             generate(model, ids, 8, prompt_lookup_num_tokens=3)
         assert not model._forward_pre_hooks
         assert torch.equal(generate(model, ids, 8)[0], generate(build("llama"), ids, 8)[0])
