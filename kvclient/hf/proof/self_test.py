@@ -60,7 +60,8 @@ def prove_model(
     shape: KVShape | None = None, weights: bytes = b"",
 ) -> Verdict:  # fmt: skip
     """attach: what is to be proven. shape: of the model's KV, if it was looked at. weights: whose verdict it
-    is, where it hangs on them. Raises Refused, with the reason, if reuse would change what the model says.
+    is, where it hangs on them, as with states: b"", it is nobody else's. Raises Refused, with the reason, if
+    reuse would change what the model says.
 
     in_place: with the attention that reads blocks where they lie. It sums in another order over blocks than
     over one tensor, so what would be bitwise then has to be equal to rounding.
@@ -77,9 +78,10 @@ def prove_model(
     attributes = Attributes(model)
     facts += [str(attributes.code()), str(attributes.numbers()), weights.hex()]
     key = hashlib.sha256(encode(facts)).digest()
-    if key not in _passed:
-        with evaluating(model):
-            _passed[key] = _Trial(model, shape, in_place, paged).run(attach)
+    if key in _passed and not (shape.states and not weights):
+        return _passed[key]
+    with evaluating(model):
+        _passed[key] = _Trial(model, shape, in_place, paged).run(attach)
     return _passed[key]
 
 

@@ -146,9 +146,11 @@ def test_beams_of_rows_with_padding(name, attached):
 def test_rows_whose_answer_hangs_on_the_padding_go_without_the_store(attached):
     """What a convolution adds to zeros is in RecurrentGemma's state behind them."""
     model = build("recurrent_gemma")
+    assert kvclient.hf.self_test(model).padded, "its biases are 0"
     for key, value in model.named_parameters():
         if key.endswith("bias"):
             torch.nn.init.normal_(value, std=0.5, generator=torch.Generator().manual_seed(1))
+    assert not kvclient.hf.self_test(model).padded
     kv, (ids, mask) = attached(model), padded()
     with kv.bypass():
         plain, *_ = generate(model, ids, NEW, attention_mask=mask)
