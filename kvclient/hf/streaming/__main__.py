@@ -105,15 +105,17 @@ def small_model(home: Path) -> Any:
 
 
 def drafts(asked: argparse.Namespace) -> tuple[Speculation | None, int | None]:
-    """What --draft names: None, the prompt's own text, or a model; and what it leaves of --memory. Raises
-    InvalidArgument for a model that takes all of it, and a tree that is none.
+    """What --draft names: None, the prompt's own text, or a model; and what it leaves of --memory, which of a
+    GPU is all: it lies in the host's. Raises InvalidArgument for a model that takes all, and a tree that is
+    none.
     """
     named, memory, nodes = asked.draft, asked.memory, asked.nodes
     if named is None or named == "lookup":
         lookup = None if named is None else Speculation(PromptLookup(branches=asked.branches), nodes=nodes)
         return lookup, memory
     model = small_model(fetched(named) or Path(named))
-    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    here = asked.device == "cpu"
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) if here else 0
     if memory is not None and held >= memory:
         raise InvalidArgument(f"--draft {named} holds {held} bytes, --memory is {memory}")
     made = Speculation(DraftModel(model, branches=asked.branches), nodes=nodes)

@@ -14,6 +14,8 @@ from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.registry import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
 
+DEVICE = ("--device", "cuda")
+
 
 class Letters:
     """A token a letter."""
@@ -70,6 +72,14 @@ def test_drafts_by_a_model_of_either_kind_and_as_a_tree(command, tmp_path_factor
         assert command("--draft", str(small), *flags)[0] == plain
         assert command("--draft", "lookup", *flags)[0] == plain
     assert any(isinstance(module, AwqLinear) for module in seen[0].modules()) is packed
+
+
+def test_beside_a_gpu_a_draft_takes_nothing_of_its_memory(tmp_path):
+    """It lies in the host's: layers were streamed that had room."""
+    tiny_llama(2).save_pretrained(tmp_path)
+    flags = ("DIR", "--draft", str(tmp_path), "--memory", "64MiB")
+    left = [__main__.drafts(__main__.parser().parse_args([*flags, *more]))[1] for more in ((), DEVICE)]
+    assert 0 < left[0] < left[1] == 64 << 20
 
 
 def test_a_hub_id_that_was_fetched_stands_for_its_files(command, tmp_path, monkeypatch):
