@@ -19,6 +19,7 @@ import transformers
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import DiskMover, StreamingCausalLM, StreamingConfig, StreamingFailed
+from kvclient.hf.streaming.files.checkpoint import fetched
 from kvclient.hf.streaming.files.index import BLOCK_BYTES, Table
 from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.registry import streams_of
@@ -307,3 +308,10 @@ def test_a_hub_id_without_a_network_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(InvalidArgument, match=r"fetched first.*hf download some/model"):
         StreamingCausalLM.from_pretrained("some/model")
+
+
+@pytest.mark.parametrize("name", ["some--user/model", "some/model.git", "some/.model"])
+def test_what_no_hub_can_have_is_no_error_of_the_hubs_library(name):
+    assert fetched(name) is None
+    with pytest.raises(InvalidArgument, match=name):
+        StreamingCausalLM.from_pretrained(name)

@@ -45,11 +45,11 @@ def fetched(name: str | Path) -> Path | None:
     if home.exists() or not HUB_ID.fullmatch(str(name)):
         return None
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         found = Path(snapshot_download(str(name), allow_patterns=list(FILES), local_files_only=True))
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, HFValidationError):  # as of a--b/c, which no hub has
         return None
     return found if _whole(found) else None
 
