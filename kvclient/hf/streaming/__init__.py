@@ -7,7 +7,13 @@ Owns where each layer's weights lie and when they are read. Never changes what a
 logits have the same bits for every residency, as long as the same processor computes each layer.
 """
 
-from kvclient.hf.streaming.model import StreamingCausalLM, expected_s, streaming_stats, write_trace
+from kvclient.hf.streaming.model import (
+    StreamingCausalLM,
+    close_streams,
+    expected_s,
+    streaming_stats,
+    write_trace,
+)
 from kvclient.hf.streaming.mover import DiskMover, MemoryMover, StreamingFailed, host_memory
 from kvclient.hf.streaming.planner.admission import Admission, Estimate, RequestTooLarge
 from kvclient.hf.streaming.residency import StreamingConfig
@@ -21,6 +27,7 @@ __all__ = [
     "StreamingCausalLM",
     "StreamingConfig",
     "StreamingFailed",
+    "close_streams",
     "expected_s",
     "host_memory",
     "streaming_stats",

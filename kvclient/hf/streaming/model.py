@@ -164,6 +164,13 @@ def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def close_streams(model: torch.nn.Module) -> None:
+    """Ends the reading of a streamed model, and gives its slots and files back, as the end of its last layer
+    does by itself. A call of it raises Closed from then on. Twice is once. Raises KeyError for another model.
+    """
+    known(model).close()
+
+
 def expected_s(model: torch.nn.Module) -> float | None:
     """Seconds of a pass of one row, out of the rate of the reads, of which one is made for it, and the
     products of one layer, both measured; None: nothing is streamed. Raises StreamingFailed.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -61,6 +62,18 @@ def pieces_of(
     return found | (numbered(tables["head"], len(arranged.layers)) if "head" in tables else {})
 
 
+def _end_apart(came: Loading, mover: Mover) -> None:
+    """Ends the reading from a thread of its own: Python may collect a model in one of those that end by it,
+    or within a lock that they wait for.
+    """
+    ends = threading.Thread(
+        target=lambda: came.end(mover if came.scheduler is None else came.scheduler),
+        name="kvclient-closing", daemon=True,
+    )  # fmt: skip
+    with contextlib.suppress(RuntimeError):  # no thread to be had: they end with the process
+        ends.start()
+
+
 class Streams:
     """The streamed layers of one model: their slots, and whose weights point into which."""
 
@@ -77,6 +90,9 @@ class Streams:
         self._holding = threading.local()
         self._users: dict[int, int] = {}
         self._lock, self._closed = threading.Lock(), False
+        # Threads that read hold slots and files, not this: they end with the last layer that asks it.
+        self._unheld = weakref.finalize(self, _end_apart, came, mover)
+        self._unheld.atexit = False
         self._streamed: dict[int, list[Part]] = {}
         self._rooms: list[Room] = []  # for copies, that no layer uses now
         self._taken: dict[int, Room] = {}
@@ -225,6 +241,7 @@ class Streams:
     def close(self) -> None:
         """Ends the reading; the model cannot be called any more."""
         self._closed = True
+        self._unheld.detach()
         self._came.end(self._mover if self.scheduler is None else self.scheduler)
 
     def moving(self) -> list[tuple[torch.nn.Module, str]]:
