@@ -72,6 +72,22 @@ def empty_model(home: Path, dtype: torch.dtype | None) -> tuple[Any, int | None]
     return model, group
 
 
+def check_words(model: Any, found: dict[str, Source]) -> None:
+    """Raises InvalidArgument that names a packed layer's tensor which is lost, or of another type than the
+    kernels read: before anything is written. Zero points may be lost only where the configuration says so.
+    """
+    if (quantisation := getattr(model.config, "quantization_config", None)) is None:
+        return
+    _, zeros = _group_of(quantisation)
+    wanted = {"qweight": "int32", "scales": "float16"} | ({"qzeros": "int32"} if zeros else {})
+    for name in sorted(key.removesuffix(".qweight") for key in found if key.endswith(".qweight")):
+        for part, kind in wanted.items():
+            source = found.get(f"{name}.{part}")
+            if source is None or source.dtype != kind:
+                what = "missing" if source is None else source.dtype
+                raise InvalidArgument(f"{name}.{part} is {what}; expected {kind}")
+
+
 def pack(layer: torch.nn.Module, parts: dict[str, Part], group: int | None, dtype: torch.dtype) -> None:
     """Linear layers that the checkpoint has packed become AwqLinear; a tensor without a place is an error.
     Raises InvalidArgument for it, and for a packed layer that is no Linear.

@@ -22,7 +22,7 @@ from kvclient.hf.streaming.device import DeviceStreams
 from kvclient.hf.streaming.files.checkpoint import directory_of
 from kvclient.hf.streaming.files.headers import tensors
 from kvclient.hf.streaming.files.in_place import in_place
-from kvclient.hf.streaming.files.index import Arrangement, Part, Table, sources, split
+from kvclient.hf.streaming.files.index import Arrangement, Part, Table, check_same, sources, split
 from kvclient.hf.streaming.files.rearrange import arrangement
 from kvclient.hf.streaming.mover import DiskMover
 from kvclient.hf.streaming.planner import asked
@@ -70,7 +70,9 @@ class StreamingCausalLM:
         if config.residency == "auto" and config.memory is not None and config.memory < WORKING_BYTES:
             raise InvalidArgument(f"memory={config.memory}; a pass alone takes {WORKING_BYTES} to work with")
         model, group = frame.empty_model(home, dtype)
-        found = tensors(home, sources(home))
+        was = sources(home)
+        found = tensors(home, was)
+        frame.check_words(model, found)
         names = frame.vocabulary_of(model, found) if config.rearrange else {}
         if config.rearrange:
             arranged = arrangement(home, tuple(dict.fromkeys(names.values())), progress)
@@ -107,6 +109,7 @@ class StreamingCausalLM:
                 if all(getattr(torch, source.dtype) == model.dtype for source in stay.values()):
                     came.begin()
                 rest = {name: came.read(source).to(model.dtype) for name, source in stay.items()}
+                check_same(home, was)
                 came.begin()  # a tensor that is copied takes its memory twice: not beside that
                 for layer, parts in zip(layers, arranged.layers, strict=True):
                     frame.pack(layer, parts, group, model.dtype)

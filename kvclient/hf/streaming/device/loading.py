@@ -28,7 +28,7 @@ from kvclient.hf.streaming.device.plan import Outside, device_plan
 from kvclient.hf.streaming.device.runtime import Cuda, Runtime
 from kvclient.hf.streaming.device.streams import DeviceStreams, Moving
 from kvclient.hf.streaming.files.headers import Source, tensors
-from kvclient.hf.streaming.files.index import Part, sources, split
+from kvclient.hf.streaming.files.index import Part, check_same, sources, split
 from kvclient.hf.streaming.files.rearrange import layers_of
 from kvclient.hf.streaming.mover import StreamingFailed
 from kvclient.hf.streaming.residency import PARTS, WORKING_BYTES, Plan, StreamingConfig, free_memory
@@ -43,15 +43,23 @@ def load(
     rooms: Rooms | None = None,
 ) -> tuple[Any, DeviceStreams]:  # fmt: skip
     """The model of a directory. rooms: as device_plan() takes them. Raises InvalidArgument for a checkpoint,
-    a device or a memory that will not do.
+    a device or a memory that will not do, StreamingFailed for one that was replaced meanwhile.
     """
     runtime = Cuda(torch.device(config.device))
     model, group = frame.empty_model(home, dtype)
-    found = tensors(home, sources(home))
+    was = sources(home)
+    found = tensors(home, was)
+    frame.check_words(model, found)
     prefix, layers = layers_of(home, found)
     rest = {name: source for name, source in found.items() if split(name) is None}
     left = (WORKING_BYTES,) if rooms is None else rooms(model, group is not None, found)
-    return assemble(model, group, prefix, layers, rest, config, runtime, told, left)
+    made, streams = assemble(model, group, prefix, layers, rest, config, runtime, told, left)
+    try:
+        check_same(home, was)
+    except BaseException:
+        streams.close()
+        raise
+    return made, streams
 
 
 def assemble(

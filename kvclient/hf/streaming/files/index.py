@@ -18,7 +18,7 @@ from typing import Any
 import kvclient
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming.files.headers import TYPES
-from kvclient.hf.streaming.mover import PAGE, Piece
+from kvclient.hf.streaming.mover import PAGE, Piece, StreamingFailed
 from kvclient.hf.streaming.residency import PARTS
 
 NAME = "kvstored-streaming"
@@ -124,6 +124,16 @@ def sources(home: Path) -> dict[str, list[int]]:
         raise InvalidArgument(f"{home} has no safetensors")
     stats = {name: (home / name).stat() for name in names}
     return {name: [found.st_size, found.st_mtime_ns] for name, found in stats.items()}
+
+
+def check_same(home: Path, was: Mapping[str, Any]) -> None:
+    """was: sources() before its weights were read. Raises StreamingFailed that names a file which is another
+    now: some weights may be of it, and the others of the one before.
+    """
+    if (now := sources(home)) == was:
+        return
+    name = next(name for name in (*was, *now) if was.get(name) != now.get(name))
+    raise StreamingFailed(home / name, 0, 0, "it was replaced while it was read; load the checkpoint again")
 
 
 # ---------------------------------------------------------------- reading the index

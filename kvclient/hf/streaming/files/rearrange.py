@@ -32,6 +32,7 @@ from kvclient.hf.streaming.files.index import (
     NO_JSON,
     VERSION,
     Arrangement,
+    check_same,
     checksum,
     part_of,
     read_index,
@@ -106,6 +107,7 @@ def _rewrite(
             done += stretch.bytes
             if progress is not None:
                 progress(done, whole)
+        check_same(home, sources)
         out.finish()
     index: dict[str, Any] = {"version": VERSION, "sources": sources, "prefix": prefix}
     index["layers"] = [dict[str, Any]() for _ in layers]
