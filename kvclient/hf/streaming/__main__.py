@@ -7,10 +7,10 @@ the disk allows. Never asks a hub. Invariant: the figures are of the tokens it p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,14 @@ from kvclient.hf.streaming import (
 from kvclient.hf.streaming.files.checkpoint import HUB_ID, fetched
 from kvclient.hf.streaming.planner.admission import Admission
 from kvclient.hf.streaming.planner.asked import PIECES
-from kvclient.hf.streaming.registry import streams_of
+from kvclient.hf.streaming.planner.gauge import peak_of
+from kvclient.hf.streaming.progress import Answer, Step, expected, summary
+from kvclient.hf.streaming.registry import known
 from kvclient.hf.streaming.residency import RESIDENCIES, free_memory
 
 STEPS = {"progress": "rearranging", "loading": "loading"}
+NODES = 15
+KEPT = ("keep_first_k", "keep_last_k")
 UNITS = {"KiB": 10, "MiB": 20, "GiB": 30}
 
 
@@ -51,24 +55,28 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     name, about = "python -m kvclient.hf.streaming", "Generates with a model whose layers are read from disk."
     asked = argparse.ArgumentParser(prog=name, description=about)
-    asked.add_argument("directory", help="of safetensors, AWQ or plain; or a hub id that was fetched")
-    asked.add_argument("--memory", type=memory, help="for all of it, as 2GiB; default: what is free")
-    asked.add_argument("--device", default="cpu", help="cuda: --memory is of it, the rest in the host's")
-    asked.add_argument("--host-threads", type=int, help="of the host, that computes layers beside cuda")
-    asked.add_argument("--residency", choices=RESIDENCIES, default="auto")
+    add = asked.add_argument
+    add("directory", help="of safetensors, AWQ or plain; or a hub id that was fetched")
+    add("--memory", type=memory, help="for all of it, as 2GiB, 512MiB or bytes; default: what is free")
+    add("--device", default="cpu", help="cuda: --memory is of it, all else the host's; default: %(default)s")
+    add("--host-threads", type=int, help="of the host, that computes layers beside cuda; default: none does")
+    add("--residency", choices=RESIDENCIES, default="auto",
+        help="what stays in memory; default: %(default)s, as many layers as --memory holds")  # fmt: skip
     for end in ("first", "last"):
-        asked.add_argument(f"--keep-{end}-k", type=int, default=4, help=f"partial_resident: the {end} layers")
-    asked.add_argument("--prompt", default="The capital of France is")
-    asked.add_argument("--max-new-tokens", type=int, default=16)
-    asked.add_argument("--auto-truncate", action="store_true", help="beyond --memory: its last tokens")
-    asked.add_argument("--slots", type=int, default=2, help="layers in memory of those that are streamed")
-    asked.add_argument("--prefetch-layers-ahead", type=int, help="read before they are asked for")
-    asked.add_argument("--no-rearrange", action="store_true", help="read the safetensors where they lie")
-    asked.add_argument("--trace", type=Path, help="a file for Perfetto: what was read and computed when")
-    asked.add_argument("--draft", help="several tokens a pass: `lookup`, or a directory of a small model")
-    asked.add_argument("--branches", type=int, default=1, help="of each drafted token; more than 1: a tree")
-    asked.add_argument("--nodes", type=int, default=15, help="tokens of a tree, at most")
-    asked.add_argument("--json", action="store_true", help="one object on standard output, nothing else")
+        add(f"--keep-{end}-k", type=int, help=f"of partial_resident: the {end} layers that stay; default: 4")
+    add("--prompt", default="The capital of France is", help="a text to go on with; default: %(default)r")
+    add("--max-new-tokens", type=int, default=16, help="of the answer, the likeliest; default: %(default)s")
+    add("--auto-truncate", action="store_true", help="a prompt beyond --memory loses its first tokens")
+    add("--slots", type=int, default=2, help="layers in memory of those that are read; default: %(default)s")
+    add("--prefetch-layers-ahead", type=int,
+        help="read before they are asked for; default, and most: --slots less one")  # fmt: skip
+    add("--no-rearrange", action="store_true", help="write nothing: read the safetensors where they lie")
+    add("--trace", type=Path, help="a file for Perfetto: what was read and computed when")
+    add("--draft", help="several tokens a pass: `lookup`, or a directory of a small model; default: one")
+    add("--branches", type=int, help="of --draft: of each token, 2 to 8 make a tree; default: 1, a chain")
+    add("--nodes", type=int, help=f"of --draft: tokens of a draft, at most; default: {NODES}")
+    add("--json", action="store_true",
+        help="one object on standard output, nothing else; an error is one on standard error")  # fmt: skip
     return asked
 
 
@@ -81,6 +89,14 @@ def prompt_of(asked: argparse.Namespace) -> tuple[Path, Any, Any]:
         if HUB_ID.fullmatch(asked.directory) and not Path(asked.directory).exists():
             told += f"; no hub is asked here: `hf download {asked.directory}`"
         raise InvalidArgument(told)
+    if asked.host_threads is not None and asked.device == "cpu":
+        raise InvalidArgument(f"--host-threads {asked.host_threads}: only beside --device cuda")
+    for name in KEPT:
+        if (count := vars(asked)[name]) is not None and asked.residency != "partial_resident":
+            option = name.replace("_", "-")
+            raise InvalidArgument(
+                f"--{option} {count}: of --residency partial_resident, not {asked.residency}"
+            )
     if asked.max_new_tokens < 1:
         raise InvalidArgument(f"--max-new-tokens {asked.max_new_tokens}: at least 1")
     if asked.draft not in (None, "lookup") and fetched(asked.draft) is None:
@@ -109,16 +125,19 @@ def drafts(asked: argparse.Namespace) -> tuple[Speculation | None, int | None]:
     GPU is all: it lies in the host's. Raises InvalidArgument for a model that takes all, and a tree that is
     none.
     """
-    named, memory, nodes = asked.draft, asked.memory, asked.nodes
+    named, memory, nodes, branches = asked.draft, asked.memory, asked.nodes, asked.branches
+    if named is None and (nodes, branches) != (None, None):
+        raise InvalidArgument(f"--branches {branches}, --nodes {nodes}: of --draft, which is not there")
+    nodes, branches = (default if said is None else said for said, default in ((nodes, NODES), (branches, 1)))
     if named is None or named == "lookup":
-        lookup = None if named is None else Speculation(PromptLookup(branches=asked.branches), nodes=nodes)
+        lookup = None if named is None else Speculation(PromptLookup(branches=branches), nodes=nodes)
         return lookup, memory
     model = small_model(fetched(named) or Path(named))
     here = asked.device == "cpu"
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) if here else 0
     if memory is not None and held >= memory:
         raise InvalidArgument(f"--draft {named} holds {held} bytes, --memory is {memory}")
-    made = Speculation(DraftModel(model, branches=asked.branches), nodes=nodes)
+    made = Speculation(DraftModel(model, branches=branches), nodes=nodes)
     return made, None if memory is None else memory - held
 
 
@@ -145,35 +164,8 @@ def said(speculation: Speculation | None) -> dict[str, object]:
     """What speculation did, for the output; empty without."""
     if speculation is None or (last := speculation.last) is None:
         return {}
-    figures = {"tokens_per_pass": last.tokens_per_pass, "acceptance": last.acceptance}
-    return {"speculation": {**figures, "speed_up": last.speed_up, "passes": last.passes, "off": last.off}}
-
-
-class Step:
-    """A line that says how far a step of loading has come, its rate and how long it will take."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._first: tuple[float, int] | None = None  # when it was told, and of how much
-
-    def __call__(self, done: int, whole: int) -> None:
-        now = time.perf_counter()
-        began, first = self._first = self._first or (now, done)
-        line = f"\r{self._name}: {done / 2**20:.0f} of {whole / 2**20:.0f} MiB"
-        if done > first:
-            rate = (done - first) / max(now - began, 1e-3)
-            line += f", {rate / 2**20:.0f} MiB/s, {(whole - done) / rate:.0f} s left "
-        print(line, end="\n" if done == whole else "", file=sys.stderr, flush=True)
-
-
-def expected(stats: Mapping[str, Any], pass_s: float | None) -> str:
-    """What a token will take, as a line. stats: of streaming_stats(); pass_s: seconds; None: nothing is read.
-    """
-    held, moved = stats["bytes_held"], stats["bytes_per_pass"]
-    line = f"holds {held / 2**20:.0f} MiB, reads {moved / 2**20:.0f} MiB a token"
-    if shared := stats.get("placement", {}).get("chosen", {}).get(1):
-        line += f" but for {shared.get('host', 0)} of {sum(shared.values())} layers, which the host computes"
-    return line + (f"; expects {1 / pass_s:.2f} tokens a second" if pass_s else "")
+    names = ("passes", "drafted_passes", "drafted", "accepted", "tokens_per_pass", "acceptance", "speed_up")
+    return {"speculation": {name: getattr(last, name) for name in (*names, "off")}}
 
 
 def run(asked: argparse.Namespace) -> dict[str, object]:
@@ -187,36 +179,40 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
         memory = free  # what this process holds already counts for its cgroup, too
     config = StreamingConfig(
         residency=asked.residency, memory=memory, n_staging_slots=asked.slots,
-        keep_first_k=asked.keep_first_k, keep_last_k=asked.keep_last_k,
         prefetch_layers_ahead=asked.prefetch_layers_ahead,
         rearrange=not asked.no_rearrange, trace=asked.trace is not None, device=asked.device,
         host_threads=asked.host_threads, room_tokens=room, auto_truncate=asked.auto_truncate,
+        **{name: vars(asked)[name] for name in KEPT if vars(asked)[name] is not None},
     )  # fmt: skip
     steps = {name: None if asked.json else Step(what) for name, what in STEPS.items()}
     model = StreamingCausalLM.from_pretrained(home, config, **steps)
-    loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
-    moved, pass_s = stats["bytes_per_pass"], expected_s(model)
-    print(expected(stats, pass_s), file=sys.stderr)
-    inputs = inputs.to(asked.device)
-    options: dict[str, Any] = {"custom_generate": speculation} if speculation is not None else {}
-    if piece := admitted(model, inputs["input_ids"], asked):
-        options["prefill_chunk_size"] = piece
-    began = time.perf_counter()
-    with torch.inference_mode():
-        out = model.generate(**inputs, max_new_tokens=asked.max_new_tokens, do_sample=False, **options)
-    took_s, stats = time.perf_counter() - began, streaming_stats(model)
-    tokens = out.shape[1] - inputs["input_ids"].shape[1]
-    rate = stats["bytes"] / stats["filling_s"] if stats.get("filling_s") else None
-    if asked.trace is not None:
-        write_trace(model, asked.trace)
-    streams_of(model).close()
-    return {
-        "text": tokenizer.decode(out[0, -tokens:], skip_special_tokens=True), "tokens": tokens,
-        "loaded_s": loaded_s, "expected_tokens_per_s": 1 / pass_s if pass_s else None,
-        "tokens_per_s": tokens / took_s, "read_bytes_per_s": rate,
-        "ceiling_tokens_per_s": rate / moved if rate and moved else None, "stats": stats,
-        **said(speculation),
-    }  # fmt: skip
+    with contextlib.closing(known(model)):  # also behind Ctrl-C, and what is refused
+        loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
+        moved, pass_s = stats["bytes_per_pass"], expected_s(model)
+        print(expected(stats, pass_s), file=sys.stderr)
+        inputs = inputs.to(asked.device)
+        options: dict[str, Any] = {"custom_generate": speculation} if speculation is not None else {}
+        if piece := admitted(model, inputs["input_ids"], asked):
+            options["prefill_chunk_size"] = piece
+        answer = Answer(tokenizer, None if asked.json else sys.stdout)
+        options["stopping_criteria"] = transformers.StoppingCriteriaList([answer])
+        began = time.perf_counter()
+        with answer, torch.inference_mode():
+            out = model.generate(**inputs, max_new_tokens=asked.max_new_tokens, do_sample=False, **options)
+            took_s, text = time.perf_counter() - began, answer.end(out)
+        stats, tokens = streaming_stats(model), len(answer.times_s)
+        rate = stats["bytes"] / stats["filling_s"] if stats.get("filling_s") else None
+        if asked.trace is not None:
+            write_trace(model, asked.trace)
+        peak = peak_of(model)
+        return {
+            "text": text, "tokens": tokens, "loaded_s": loaded_s, **answer.took(),
+            "prompt_cut": inputs["input_ids"].shape[1] - answer.prompt,
+            "expected_tokens_per_s": 1 / pass_s if pass_s else None,
+            "tokens_per_s": tokens / took_s, "read_bytes_per_s": rate,
+            "ceiling_tokens_per_s": rate / moved if rate and moved else None, "peak_bytes": peak,
+            "stats": stats, **said(speculation),
+        }  # fmt: skip
 
 
 def main() -> int:
@@ -233,20 +229,8 @@ def main() -> int:
     if asked.json:
         print(json.dumps(found))
         return 0
-    ceiling = found["ceiling_tokens_per_s"]
-    most = f"; the reads alone would allow {ceiling:.2f}" if ceiling else "; nothing is read"
-    print(found["text"])
-    print(f"{found['tokens']} tokens, {found['tokens_per_s']:.2f} a second{most}", file=sys.stderr)
-    stats = found["stats"]
-    if "link_share" in stats:
-        computed, waited = sum(stats["computed_s"].values()), sum(stats["waited_s"].values())
-        link = "disk" if asked.device == "cpu" else "link"
-        line = f"the {link} was busy for {stats['link_share']:.0%} of the time; layers took {computed:.1f} s"
-        print(f"{line} and were waited for {waited:.1f} s", file=sys.stderr)
-    if "speculation" in found:
-        told = found["speculation"]
-        rate = f"{told['tokens_per_pass']:.2f} tokens a pass, {told['acceptance']:.0%} of the drafts right"
-        print(rate, file=sys.stderr)
+    for line in summary(found, "disk" if asked.device == "cpu" else "link"):
+        print(line, file=sys.stderr)
     return 0
 
 

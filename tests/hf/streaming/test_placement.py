@@ -20,9 +20,9 @@ from kvclient.hf.streaming import (
     host_memory,
     streaming_stats,
 )
-from kvclient.hf.streaming.__main__ import expected
 from kvclient.hf.streaming.placement import costs as measured
 from kvclient.hf.streaming.placement.costs import Costs
+from kvclient.hf.streaming.progress import expected
 from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.streams import Streams
 from tests.hf.awq_checkpoint import write_checkpoint

@@ -21,8 +21,8 @@ import kvclient.hf
 from kvclient.errors import Closed, InvalidArgument
 from kvclient.hf import awq
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, StreamingFailed, frame, streaming_stats
-from kvclient.hf.streaming.__main__ import Step
-from kvclient.hf.streaming.mover import DiskMover, Piece
+from kvclient.hf.streaming.mover import DiskMover, Piece, host_memory
+from kvclient.hf.streaming.progress import Step
 from kvclient.hf.streaming.registry import streams_of
 from kvclient.hf.streaming.scheduler import Scheduler
 from tests.warm_python import run as run_warm

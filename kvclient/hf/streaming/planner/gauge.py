@@ -56,3 +56,10 @@ def gauge_of(model: torch.nn.Module) -> Gauge:
     if streams is None:
         return Gauge(of_process, 0)
     return Gauge(of_process, streams.left() + (PLANNED_ROWS if streams.embedding is not None else 0))
+
+
+def peak_of(model: torch.nn.Module) -> int | None:
+    """The most bytes that the model's device, or this process, held so far; None: nobody knows."""
+    streams = streams_of(model)
+    found = streams.runtime.reading() if isinstance(streams, DeviceStreams) else of_process()
+    return None if found is None else found.peak
