@@ -76,7 +76,7 @@ class Engine:
         on without, with a warning, while there is none; "memory" is a store inside this process, of
         memory_bytes, whose blocks go to disk_dir (disk_bytes at most) when they leave memory. device: "auto"
         takes the accelerator torch has, or the CPU. streaming: layers are read from the directory as they
-        compute (kvclient.hf.streaming), on the CPU. Other options are attach()'s.
+        compute (kvclient.hf.streaming), on the device that it says. Other options are attach()'s.
         """
         model, tokenizer = load(name_or_path, dtype, device, gguf_file, streaming)
         return cls(model, tokenizer, client, **options)

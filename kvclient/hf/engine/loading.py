@@ -19,6 +19,7 @@ import transformers
 
 from kvclient.errors import InvalidArgument
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig
+from kvclient.hf.streaming.files.checkpoint import directory_of
 
 
 def load(
@@ -26,7 +27,7 @@ def load(
     gguf_file: str | None, streaming: StreamingConfig | None,
 ) -> tuple[torch.nn.Module, Any]:  # fmt: skip
     """(model, tokenizer); see Engine.from_pretrained. Raises InvalidArgument for a dtype that is none, a
-    device that is not there, and for streaming with other options.
+    device that is not there, and for streaming of another file or to another device.
     """
     options: dict[str, Any] = {}
     if gguf_file is None and str(name_or_path).endswith(".gguf"):
@@ -41,13 +42,17 @@ def load(
             model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **options)
         model = model.eval()
         return (model.to(device) if device else model), tokenizer
-    if options or device not in (None, "cpu"):
-        raise InvalidArgument(f"streaming takes a directory on the CPU; got {options or device!r}")
+    if options:
+        raise InvalidArgument(f"gguf_file={gguf_file!r}; streaming takes a directory of safetensors")
+    if device not in (None, "auto", streaming.device):
+        told = f"it computes on {streaming.device!r}, which StreamingConfig(device=) says"
+        raise InvalidArgument(f"device={device!r} of a streamed model; {told}")
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not isinstance(wanted, torch.dtype):
         raise InvalidArgument(f"dtype={dtype!r}; it must be a dtype of torch, or auto")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path)
-    return StreamingCausalLM.from_pretrained(name_or_path, streaming, dtype=wanted), tokenizer
+    home = directory_of(os.fspath(name_or_path))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    return StreamingCausalLM.from_pretrained(home, streaming, dtype=wanted), tokenizer
 
 
 _reading = threading.Lock()

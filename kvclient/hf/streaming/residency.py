@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvclient.checks import check_bounds
 from kvclient.errors import InvalidArgument
 
 RESIDENCIES = ("auto", "full_resident", "partial_resident", "ffn_only_stream", "full_stream")
@@ -20,6 +21,13 @@ WORKING_BYTES = 256 << 20  # of "auto", at least: what a request computes with b
 ROOM_TOKENS = 384  # of the request that "auto" leaves room for: of a prompt and its answer
 DEVICES = ("cpu", "cuda")
 LEAST_SLOTS, MOST_SLOTS = 2, 64
+MOST = (1 << 63) - 1
+NUMBERS = {  # of a configuration: the least and the most that each may be
+    "n_staging_slots": (LEAST_SLOTS, MOST_SLOTS), "host_threads": (1, MOST), "room_tokens": (1, MOST),
+    "keep_first_k": (0, MOST), "keep_last_k": (0, MOST), "memory": (0, MOST),
+    "prefetch_layers_ahead": (0, MOST),
+}  # fmt: skip
+OPTIONAL = ("host_threads", "memory", "prefetch_layers_ahead")  # None says something of its own
 CGROUPS = Path("/sys/fs/cgroup")
 PARTS = ("attention", "ffn")  # of a layer, in the order in which they lie
 
@@ -29,13 +37,14 @@ class StreamingConfig:
     """residency: "auto" keeps as many layers as `memory` holds beside a request of room_tokens. memory: bytes
     for weights, slots and requests; a call of generate() that would take more is refused, or with
     auto_truncate loses the first of its tokens; None: what the cgroup or the host has free, and no call is
-    asked about. keep_first_k, keep_last_k: of "partial_resident".
-    n_staging_slots: layers in memory at one time of those that are streamed. prefetch_layers_ahead: read
-    before they are asked for, round the end; None: all slots but one. rearrange: the checkpoint is written
-    once more, as it is read the fastest; else it is read where it lies. trace: write_trace() has what was
-    read and computed when. host_threads: of a model whose weights lie in the host's memory, layers that the
-    host computes sooner than they are brought are computed there, by so many threads. device: "cuda" computes
-    on a GPU (or "cuda:1"); `memory` is then its memory, and what is streamed lies in the host's.
+    asked about. keep_first_k, keep_last_k: of "partial_resident". n_staging_slots: layers in memory at one
+    time of those that are streamed. prefetch_layers_ahead: read before they are asked for, round the end;
+    None, and at most: all slots but one. rearrange: the checkpoint is written once more, as it is read the
+    fastest; else it is read where it lies. trace: write_trace() has what was read and computed when.
+    host_threads: of a model whose weights lie in the host's memory, layers that the host computes sooner than
+    they are brought are computed there, by so many threads. device: "cuda" computes on a GPU (or "cuda:1");
+    `memory` is then its memory, and what is streamed lies in the host's. Raises InvalidArgument for a value
+    that is none of these.
     """
 
     residency: str = "auto"
@@ -54,20 +63,12 @@ class StreamingConfig:
     def __post_init__(self) -> None:
         if self.residency not in RESIDENCIES:
             raise InvalidArgument(f"residency={self.residency!r}; it must be one of {', '.join(RESIDENCIES)}")
-        if not LEAST_SLOTS <= self.n_staging_slots <= MOST_SLOTS:
-            raise InvalidArgument(
-                f"n_staging_slots={self.n_staging_slots}; from {LEAST_SLOTS} to {MOST_SLOTS}"
-            )
-        if self.host_threads is not None and self.host_threads < 1:
-            raise InvalidArgument(f"host_threads={self.host_threads}; at least 1, or None")
-        if self.device.partition(":")[0] not in DEVICES:
+        if not isinstance(self.device, str) or self.device.partition(":")[0] not in DEVICES:
             raise InvalidArgument(f"device={self.device!r}; it must be one of {', '.join(DEVICES)}")
-        if self.room_tokens < 1:
-            raise InvalidArgument(f"room_tokens={self.room_tokens}; at least 1")
-        for name in ("keep_first_k", "keep_last_k", "memory", "prefetch_layers_ahead"):
+        for name, (least, most) in NUMBERS.items():
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise InvalidArgument(f"{name}={value}; it must not be negative")
+            if value is not None or name not in OPTIONAL:
+                check_bounds(name, value, least, most)
 
     @property
     def ahead(self) -> int:

@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
+from kvclient.errors import InvalidArgument
 from kvclient.hf.awq.linear import AwqLinear
-from kvclient.hf.streaming import StreamingCausalLM, __main__, scheduler
+from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, __main__, scheduler
 from kvclient.hf.streaming.mover import Piece
 from kvclient.hf.streaming.registry import streams_of
 from tests.hf.awq_checkpoint import tiny_llama, write_checkpoint
@@ -134,6 +135,29 @@ def test_what_is_expected_is_not_of_reads_into_memory_that_was_never_touched(mon
     with few.holding(0):
         assert few.probed_rate() == few.rate()  # nothing else is to be read
     few.close()
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ({"memory": "2GiB"}, r"memory='2GiB'; it must be an integer in 0\.\."),
+        ({"memory": -1}, "memory=-1; "),
+        ({"n_staging_slots": 1}, r"n_staging_slots=1; it must be an integer in 2\.\.64"),
+        ({"n_staging_slots": 65}, "n_staging_slots=65; "),
+        ({"n_staging_slots": None}, "n_staging_slots=None; "),
+        ({"keep_first_k": 1.5}, "keep_first_k=1.5; "),
+        ({"keep_last_k": True}, "keep_last_k=True; "),
+        ({"prefetch_layers_ahead": -1}, "prefetch_layers_ahead=-1; "),
+        ({"room_tokens": 0}, r"room_tokens=0; it must be an integer in 1\.\."),
+        ({"device": None}, "device=None; it must be one of cpu, cuda"),
+        ({"device": torch.device("cpu")}, "device=device"),
+        ({"residency": "some"}, "residency='some'; it must be one of auto, full_resident, partial_"),
+    ],
+)
+def test_a_configuration_that_is_none_is_refused_with_the_value_and_the_limit(said, words):
+    """Text for a memory ended in a TypeError about < of str and int."""
+    with pytest.raises(InvalidArgument, match=words):
+        StreamingConfig(**said)
 
 
 def _made(home):
