@@ -51,7 +51,9 @@ def answer(model, **options):
     return model.generate(PROMPT, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
 
 
-def test_every_residency_has_the_same_bits(checkpoint):
+@pytest.mark.parametrize("mover", [None, host_memory])
+def test_every_residency_has_the_same_bits(checkpoint, mover):
+    """By either mover: from the disk, and out of the host's memory."""
     packed = "quantization_config" in json.loads((checkpoint / "config.json").read_text())
     stock = (
         awq.from_pretrained(checkpoint)
@@ -60,7 +62,8 @@ def test_every_residency_has_the_same_bits(checkpoint):
     )
     want, said = logits(stock), answer(stock)
     for residency in RESIDENCIES:
-        model = opened(checkpoint, residency)
+        config = StreamingConfig(residency=residency, **RESIDENCIES[residency])
+        model = StreamingCausalLM.from_pretrained(checkpoint, config, mover=mover)
         assert torch.equal(logits(model), want), residency
         assert torch.equal(answer(model), said), residency
         moved = streaming_stats(model)["bytes_per_pass"]
