@@ -1,7 +1,7 @@
 // The path for CPUs with AMX (TILE, BF16, INT8) besides AVX512-FP16: many rows of queries over bf16, int8 and int4 in tile
 // registers; few rows, and other codecs, as avx512_fp16 has them.
+#include "cpu/awq_task.h"
 #include "cpu/awq_tiles.h"
-#include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
 #include "cpu/linear_amx.h"
 #include "cpu/paths.h"
@@ -54,7 +54,7 @@ void attend_amx(const kvk_attention& a, const Task& task, Scratch s) {
 
 }  // namespace
 
-const Path kAmxPath{"amx",      quantise_rows,       dequantise_rows, rotate_rows, attend_amx,  multiply_awq_vnni,
+const Path kAmxPath{"amx",      quantise_rows,       dequantise_rows, rotate_rows, attend_amx,  multiply_awq_codes,
                     unpack_awq, multiply_linear_amx, normalise_rows,  turn_rows,   gate_floats, product_rows};
 
 }  // namespace kvk

@@ -1,6 +1,6 @@
 // The path for CPUs with AVX512-FP16 besides VNNI and BF16: as avx512_vnni, and fp16 values multiplied as fp16.
+#include "cpu/awq_task.h"
 #include "cpu/awq_tiles.h"
-#include "cpu/awq_vnni_task.h"
 #include "cpu/codec_rows.h"
 #include "cpu/linear_rows.h"
 #include "cpu/paths.h"
@@ -21,7 +21,7 @@ struct Fp16 : Vnni {
 
 }  // namespace
 
-const Path kAvx512Fp16Path{"avx512_fp16", quantise_rows,   dequantise_rows, rotate_rows, attend_rows<Fp16>, multiply_awq_vnni,
+const Path kAvx512Fp16Path{"avx512_fp16", quantise_rows,   dequantise_rows, rotate_rows, attend_rows<Fp16>, multiply_awq_codes,
                            unpack_awq,    multiply_linear, normalise_rows,  turn_rows,   gate_floats,       product_rows};
 
 }  // namespace kvk

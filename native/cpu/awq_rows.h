@@ -1,4 +1,5 @@
-// A few rows times the packed words of an AWQ layer, for AVX2 and AVX-512: codes become fp32 in registers.
+// A few rows times the packed words of an AWQ layer, for AVX-512 without VNNI and for groups whose size four does not divide:
+// codes become fp32 in registers.
 //
 // Owns the loops over columns that one task has. Never writes outside of its columns. Invariant: a column's sum is taken in one
 // order, whatever the rows, the threads and the cut into tasks, so a call's bits depend on nothing but the path; and all

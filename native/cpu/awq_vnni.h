@@ -1,32 +1,14 @@
-// Rows times the packed words of an AWQ layer, for CPUs with AVX-512 VNNI: codes stay bytes, and x becomes whole numbers of
-// three bytes each, two if it holds bf16's values, so that every product and sum of a part is exact.
+// Rows times the packed words of an AWQ layer, for CPUs with AVX-512 VNNI: codes stay bytes, and x becomes whole numbers
+// (cpu/awq_numbers.h).
 //
-// Owns the loops over columns that one task has. Never writes outside of its columns. Invariant: an element of x is off by at
-// most 2^-22 (of two bytes 2^-14) of the largest in its part of the row (128 inputs at most), and nothing else is rounded before
-// the part's sum is whole; so a call's bits depend on neither rows, threads nor the cut into tasks, and are those of every path
-// that has this. Local to the including file (cpu/numbers.h says why).
+// Owns the loops over columns that one task has. Never writes outside of its columns. Invariant: those numbers'. Local to the
+// including file (cpu/numbers.h says why).
 #pragma once
 
-#include "cpu/awq_rows.h"
+#include "cpu/awq_numbers.h"
 
 namespace kvk {
 namespace {
-
-constexpr uint32_t kAwqPart = 128;  // inputs at most: 240 * 128 of each is exact in fp32
-static_assert(kAwqPart == KVK_AWQ_TILE_INPUTS);
-
-// Rows of a tile of the inputs, an element as D bytes, the lowest first; its parts are one behind the other.
-template <uint32_t D>
-struct AwqNumbers {
-  alignas(64) int8_t digit[KVK_CPU_AWQ_ROWS][D][kAwqPart];
-  float sum[kAwqPart / 4][KVK_CPU_AWQ_ROWS][D];
-  float unit[kAwqPart / 4][KVK_CPU_AWQ_ROWS];  // NaN: an element is none, or infinite
-};
-
-// A part of a tile: its number there, its first input there, and how many there are.
-struct AwqSlice {
-  uint32_t part, at, inputs;
-};
 
 inline __mmask16 awq_lanes(uint32_t left) { return left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1); }
 
@@ -96,9 +78,6 @@ struct AwqColumns {
     }
   }
 };
-
-// Columns of lane 4 q + j: 8 (4 q + i) + this, of word i of each quarter and its lower or upper nibbles.
-constexpr int kByteColumn[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
 
 // In assembly: of intrinsics g++ 12 keeps the sums on the stack.
 inline void awq_dot(__m512i& sum, __m512i codes, const int8_t* four) {
@@ -193,8 +172,8 @@ inline void awq_quarter(const AwqColumns& columns, AwqRun run, AwqRun ahead, uin
 }
 
 template <uint32_t R, uint32_t D>
-inline void awq_panel(uint32_t rows, const AwqColumns& columns, AwqRun run, AwqRun ahead, uint32_t count, AwqSlice slice,
-                      const AwqNumbers<D>& x, uint32_t& row, float (*total)[8][kLane], uint64_t total_stride) {
+inline void awq_some_rows(uint32_t rows, const AwqColumns& columns, AwqRun run, AwqRun ahead, uint32_t count, AwqSlice slice,
+                          const AwqNumbers<D>& x, uint32_t& row, float (*total)[8][kLane], uint64_t total_stride) {
   for (; row + R <= rows; row += R) {
     awq_quarter<D, R, 0>(columns, run, ahead, count, slice, x, row, total, total_stride);
     if constexpr (R == 2) awq_quarter<D, R, 2>(columns, run, ahead, count, slice, x, row, total, total_stride);
@@ -204,6 +183,16 @@ inline void awq_panel(uint32_t rows, const AwqColumns& columns, AwqRun run, AwqR
       awq_quarter<D, R, 3>(columns, run, ahead, count, slice, x, row, total, total_stride);
     }
   }
+}
+
+// What one part of the inputs adds to a panel of sixteen words.
+template <uint32_t D>
+inline void awq_panel(uint32_t rows, const AwqColumns& columns, AwqRun run, AwqRun ahead, uint32_t count, AwqSlice slice,
+                      const AwqNumbers<D>& x, float (*total)[8][kLane], uint64_t total_stride) {
+  uint32_t row = 0;
+  awq_some_rows<4>(rows, columns, run, ahead, count, slice, x, row, total, total_stride);
+  awq_some_rows<2>(rows, columns, run, ahead, count, slice, x, row, total, total_stride);
+  awq_some_rows<1>(rows, columns, run, ahead, count, slice, x, row, total, total_stride);
 }
 
 }  // namespace

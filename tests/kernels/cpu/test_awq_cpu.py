@@ -13,6 +13,8 @@ from kvclient.kernels import awq, contract
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 HERE = [name for name in contract.PATHS[1:] if contract.lacks(name) is None]
 
+WHOLE = "avx2", "avx512_vnni", "avx512_fp16", "amx"
+
 
 def layer(inputs, outputs, group, seed):
     source = np.random.default_rng(seed)
@@ -53,13 +55,30 @@ def test_rows_times_packed_words(path, group, outputs):
             assert np.array_equal(alone, whole[:rows]), rows
 
 
-@pytest.mark.parametrize("paths", [("avx2", "avx512"), ("avx512_vnni", "avx512_fp16", "amx")])
-def test_paths_that_compute_alike_agree_to_the_bit(paths):
-    """In fp32, and in whole numbers."""
-    words, zeros, scales, bias = layer(256, 1000, 64, 3)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("group, paths", [(64, WHOLE), (2, contract.PATHS[2:])])
+def test_paths_that_compute_alike_agree_to_the_bit(group, paths, bf16):
+    """In whole numbers, and in fp32 where a group has no multiple of four."""
+    words, zeros, scales, bias = layer(256, 1000, group, 3)
     x = np.random.default_rng(2).standard_normal((13, 256)).astype(np.float32)
-    found = [awq.multiply(x, words, zeros, scales, bias, 64, path=path) for path in paths if path in HERE]
+    x = bfloat16(x).astype(np.uint32).__lshift__(16).view(np.float32) if bf16 else x
+    here = [path for path in paths if path in HERE]
+    found = [awq.multiply(x, words, zeros, scales, bias, group, path=path, bf16=bf16) for path in here]
     assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_sums_of_sixteen_bits_hold_the_largest_codes(bf16):
+    """Every product of a byte of x with a code as large, and of one sign, as there can be."""
+    words, zeros, scales, _ = layer(256, 72, 128, 3)
+    words[:], zeros[:] = -1, 0
+    most = (63 * 256 + 128) / 2**14 if bf16 else (62 * 65536 + 128 * 256 + 128) / 2**22  # its bytes are -128
+    for size in (most, -most, 1.0):
+        x = np.full((3, 256), size, np.float32)
+        wanted = x.astype(np.float64) @ weights(words, zeros, scales, 128)
+        for path in HERE:
+            found = awq.multiply(x, words, zeros, scales, None, 128, path=path, bf16=bf16)
+            assert np.abs(found - wanted).max() <= 2.0**-20 * np.abs(wanted).max(), path
 
 
 @pytest.mark.parametrize("path", HERE)

@@ -1,10 +1,14 @@
-// The words of one task of kvk_awq_multiply(), part by part of the inputs, for CPUs with AVX-512 VNNI.
+// The words of one task of kvk_awq_multiply(), part by part of the inputs, in whole numbers.
 //
 // Owns the task's sums in fp32 and the order in which parts are added. Never writes outside of its columns. Invariant: that order
 // depends on neither rows, threads nor the cut into tasks. Local to the including file (cpu/numbers.h says why).
 #pragma once
 
+#if defined(__AVX512VNNI__)
 #include "cpu/awq_vnni.h"
+#else
+#include "cpu/awq_avx2.h"
+#endif
 
 namespace kvk {
 namespace {
@@ -26,10 +30,7 @@ void multiply_tile(const kvk_awq& a, uint32_t start, uint32_t inputs, uint32_t p
       const AwqRun run = awq_run(a, start + slice.at, word);
       // Asked for also where panels are read in their order: not every processor, or what virtualises it, asks by itself.
       const AwqRun ahead = awq_ahead(a, start + slice.at, inputs, word_start, word_stop, word);
-      uint32_t row = 0;
-      awq_panel<4>(a.rows, columns, run, ahead, count, slice, x, row, total + panel, panels);
-      awq_panel<2>(a.rows, columns, run, ahead, count, slice, x, row, total + panel, panels);
-      awq_panel<1>(a.rows, columns, run, ahead, count, slice, x, row, total + panel, panels);
+      awq_panel(a.rows, columns, run, ahead, count, slice, x, total + panel, panels);
     }
   }
 }
@@ -60,7 +61,7 @@ void multiply_codes(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
   }
 }
 
-void multiply_awq_vnni(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
+void multiply_awq_codes(const kvk_awq& a, uint32_t word_start, uint32_t word_stop) {
   if (a.group % 4 != 0) return multiply_awq(a, word_start, word_stop);
   if (a.dtype == KVK_BF16) return multiply_codes<2>(a, word_start, word_stop);
   multiply_codes<3>(a, word_start, word_stop);
