@@ -30,7 +30,7 @@ from kvclient.hf.streaming import (
 from kvclient.hf.streaming.files.checkpoint import HUB_ID, fetched
 from kvclient.hf.streaming.planner.admission import Admission
 from kvclient.hf.streaming.planner.asked import PIECES
-from kvclient.hf.streaming.planner.gauge import peak_of
+from kvclient.hf.streaming.planner.gauge import Gauge, most_of, of_process
 from kvclient.hf.streaming.progress import Answer, Step, expected, summary
 from kvclient.hf.streaming.registry import known
 from kvclient.hf.streaming.residency import RESIDENCIES, free_memory
@@ -185,6 +185,7 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
         **{name: vars(asked)[name] for name in KEPT if vars(asked)[name] is not None},
     )  # fmt: skip
     steps = {name: None if asked.json else Step(what) for name, what in STEPS.items()}
+    gauge = Gauge(of_process, 0)
     model = StreamingCausalLM.from_pretrained(home, config, **steps)
     with contextlib.closing(known(model)):  # also behind Ctrl-C, and what is refused
         loaded_s, stats = time.perf_counter() - began, streaming_stats(model)
@@ -204,14 +205,13 @@ def run(asked: argparse.Namespace) -> dict[str, object]:
         rate = stats["bytes"] / stats["filling_s"] if stats.get("filling_s") else None
         if asked.trace is not None:
             write_trace(model, asked.trace)
-        peak = peak_of(model)
         return {
             "text": text, "tokens": tokens, "loaded_s": loaded_s, **answer.took(),
             "prompt_cut": inputs["input_ids"].shape[1] - answer.prompt,
             "expected_tokens_per_s": 1 / pass_s if pass_s else None,
             "tokens_per_s": tokens / took_s, "read_bytes_per_s": rate,
-            "ceiling_tokens_per_s": rate / moved if rate and moved else None, "peak_bytes": peak,
-            "stats": stats, **said(speculation),
+            "ceiling_tokens_per_s": rate / moved if rate and moved else None,
+            "taken_bytes": most_of(model, gauge), "stats": stats, **said(speculation),
         }  # fmt: skip
 
 

@@ -115,9 +115,9 @@ def summary(found: Mapping[str, Any], link: str) -> list[str]:
         computed, waited = sum(stats["computed_s"].values()), sum(stats["waited_s"].values())
         line = f"the {link} was busy for {stats['link_share']:.0%} of the time; layers took {computed:.1f} s"
         lines.append(f"{line} and were waited for {waited:.1f} s")
-    if found["peak_bytes"] is not None:
-        where = "process" if link == "disk" else "device"
-        lines.append(f"the {where} held {found['peak_bytes'] / 2**20:.0f} MiB at most")
+    if found["taken_bytes"] is not None:
+        of_it = "" if link == "disk" else " of the device's memory"
+        lines.append(f"the model took {found['taken_bytes'] / 2**20:.0f} MiB{of_it} at most")
     return lines + _drafted(found.get("speculation"))
 
 

@@ -58,8 +58,9 @@ def gauge_of(model: torch.nn.Module) -> Gauge:
     return Gauge(of_process, streams.left() + (PLANNED_ROWS if streams.embedding is not None else 0))
 
 
-def peak_of(model: torch.nn.Module) -> int | None:
-    """The most bytes that the model's device, or this process, held so far; None: nobody knows."""
+def most_of(model: torch.nn.Module, before: Gauge) -> int | None:
+    """The most bytes that the model took: of its device, or of this process since `before`, which is a gauge
+    of it from before the model was loaded, without pages of files; None: nobody knows.
+    """
     streams = streams_of(model)
-    found = streams.runtime.reading() if isinstance(streams, DeviceStreams) else of_process()
-    return None if found is None else found.peak
+    return streams.runtime.reading().peak if isinstance(streams, DeviceStreams) else before.taken()
