@@ -28,7 +28,7 @@ class Step:
         now = time.perf_counter()
         began, first = self._first = self._first or (now, done)
         line = f"\r{self._name}: {done / 2**20:.0f} of {whole / 2**20:.0f} MiB"
-        if done > first:
+        if 100 * (done - first) >= whole:  # of less no rate is known: hours were said to be left
             rate = (done - first) / max(now - began, 1e-3)
             line += f", {rate / 2**20:.0f} MiB/s, {(whole - done) / rate:.0f} s left "
         print(line, end="\n" if done == whole else "", file=sys.stderr, flush=True)

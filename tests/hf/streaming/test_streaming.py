@@ -273,6 +273,10 @@ def test_a_step_of_loading_says_how_far_it_is(capsys):
     said = capsys.readouterr().err
     assert said.startswith("\rloading: 1 of 3 MiB\rloading: 2 of 3 MiB, ")
     assert "MiB/s, " in said and said.endswith(" 0 s left \n")
+    step = Step("loading")
+    for done in (0, 1):
+        step(done, 1 << 30)
+    assert "left" not in capsys.readouterr().err  # hours
 
 
 def test_the_command_names_a_directory_that_is_none():
