@@ -169,7 +169,8 @@ def streaming_stats(model: torch.nn.Module) -> dict[str, Any]:
 
 def close_streams(model: torch.nn.Module) -> None:
     """Ends the reading of a streamed model, and gives its slots and files back, as the end of its last layer
-    does by itself. A call of it raises Closed from then on. Twice is once. Raises KeyError for another model.
+    does by itself. A call of it that reads raises Closed from then on. Twice is once. Raises KeyError for
+    another model.
     """
     known(model).close()
 

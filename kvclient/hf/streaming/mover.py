@@ -73,6 +73,12 @@ def pages(length: int, huge: bool = True) -> memoryview:
     return memoryview(made)[:length]
 
 
+def give_back(memory: memoryview) -> None:
+    """The pages of pages(), whoever still has a view of them: it sees zeros."""
+    made: Any = memory.obj
+    made.madvise(mmap.MADV_DONTNEED)
+
+
 class DiskMover:
     """From a rearranged checkpoint, or the files of one. O_DIRECT where the file system has it, so that no
     page is held twice; else reads whose pages are given back at once. Several reads are under way at one

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvclient.errors import Closed
-from kvclient.hf.streaming.mover import Piece, StreamingFailed, pages
+from kvclient.hf.streaming.mover import Piece, StreamingFailed, give_back, pages
 from kvclient.hf.streaming.slots import Slot, SlotTable
 from kvclient.hf.streaming.trace import Trace
 
@@ -48,6 +48,7 @@ class Scheduler:
         most = max(sum(piece.length for piece in pieces) for pieces in layers.values())
         memory = getattr(mover, "memory", pages)
         made = [Slot(number, memory(most)) for number in range(min(slots, len(layers)))]
+        self._ours = memory is pages
         self._taken, self._given_back = (getattr(mover, name, _nothing) for name in ("taken", "given_back"))
         self._mover, self._layers, self._trace = mover, layers, trace
         self._table = SlotTable(made, list(layers), ahead)
@@ -100,6 +101,8 @@ class Scheduler:
                 with self._changed:
                     self._table.release(slot, passing)
                     self._tell()
+                    if self._closed:
+                        self._let_go(slot)
 
     def _acquire(self, layer: int, passing: bool) -> Slot:
         started = time.monotonic()
@@ -214,8 +217,16 @@ class Scheduler:
     def _busy(self, now: float) -> float:
         return self.filling_s + (now - self._since if self._filling else 0.0)
 
+    def _let_go(self, slot: Slot) -> None:
+        """Of slots that are closed, with the lock: their pages, though tensors and errors may still see them.
+        """
+        if self._ours and not slot.users:
+            give_back(slot.memory)
+
     def close(self) -> None:
-        """Ends reads and threads; who waits gets an error. Twice is once."""
+        """Ends reads and threads; who waits gets an error. Slots give their pages back, one that is computed
+        from behind its layer. Twice is once.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -224,3 +235,6 @@ class Scheduler:
         self._mover.close()  # ends reads that run
         for thread in self._threads:
             thread.join()
+        with self._changed:
+            for slot in self.slots:
+                self._let_go(slot)

@@ -67,6 +67,42 @@ def test_paths_that_compute_alike_agree_to_the_bit(group, paths, bf16):
     assert all(np.array_equal(found[0], other) for other in found[1:])
 
 
+def in_whole_numbers(x, layer, group, digits):
+    """What native/cpu/awq_numbers.h and awq_vnni.h say, operation by operation, with NumPy."""
+    words, zeros, scales, bias = layer
+    code, zero = codes(words), codes(zeros).astype(np.float64)
+    total = np.zeros((len(x), code.shape[1]), np.float32)
+    part = min(group, 128)
+    for start in range(0, len(code), part):
+        here = x[:, start : start + part]
+        top = np.maximum(np.abs(here).max(1).view(np.uint32).astype(np.int64) >> 23, 27)
+        exponent = (top - 127 + 1 - (8 * digits - 2))[:, None]
+        whole = np.rint(here.astype(np.float64) * 2.0**-exponent).astype(np.int64)
+        sums = np.zeros(total.shape, np.float32)
+        for digit in range(digits):
+            higher = (whole + 128) >> 8
+            low, whole = whole - (higher << 8), higher
+            found = low @ code[start : start + part] - zero[start // group] * low.sum(1)[:, None]
+            sums = (found * 256.0**digit + sums).astype(np.float32)
+        scale = scales[start // group].astype(np.float64) * 2.0**exponent
+        total = (scale * sums + total).astype(np.float32)
+    return total + bias
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, 384])
+def test_whole_numbers_are_multiplied_as_it_is_written(group, bf16):
+    """To the bit, on every path that has them: so a processor with AVX2 alone has the bits of one with VNNI."""
+    made = layer(384, 136, group, 8)
+    x = np.random.default_rng(9).standard_normal((7, 384)).astype(np.float32)
+    x[2] *= np.float32(1e-35)
+    x = bfloat16(x).astype(np.uint32).__lshift__(16).view(np.float32) if bf16 else x
+    wanted = in_whole_numbers(x, made, group, 2 if bf16 else 3)
+    for path in WHOLE:
+        if path in HERE:
+            assert np.array_equal(awq.multiply(x, *made, group, path=path, bf16=bf16), wanted), path
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_sums_of_sixteen_bits_hold_the_largest_codes(bf16):
     """Every product of a byte of x with a code as large, and of one sign, as there can be."""

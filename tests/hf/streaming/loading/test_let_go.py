@@ -16,6 +16,7 @@ import torch
 
 from kvclient.errors import Closed
 from kvclient.hf.streaming import StreamingCausalLM, StreamingConfig, close_streams
+from kvclient.hf.streaming.registry import streams_of
 
 PROMPT = torch.arange(1, 25)[None]
 NAMES = ("kvclient-streaming", "kvclient-loading", "kvclient-closing")
@@ -72,6 +73,28 @@ def test_a_part_of_a_model_keeps_what_it_is_read_by(checkpoint):
         assert torch.equal(body(PROMPT).last_hidden_state, want)
     del body
     wait_until_free(checkpoint)
+
+
+def test_slots_give_their_pages_back_when_they_are_closed_though_the_model_is_held(checkpoint):
+    """The one that is computed from does behind its layer, whose numbers are right."""
+    model = opened(checkpoint)
+    with torch.inference_mode():
+        want = model(PROMPT).logits
+    close_streams(model)
+    assert not any(any(slot.memory) for slot in streams_of(model).scheduler.slots)
+    model = opened(checkpoint)
+    streams_of(model).settle()  # else the head comes through slots, behind the last layer
+    slots, seen = streams_of(model).scheduler.slots, []
+    last = model.model.layers[-1]
+
+    def closing(*_):
+        close_streams(model)
+        seen.append([any(slot.memory) for slot in slots])
+
+    last.register_forward_pre_hook(closing)
+    with torch.inference_mode():
+        assert torch.equal(model(PROMPT).logits, want)
+    assert seen[0].count(True) == 1 and not any(any(slot.memory) for slot in slots)
 
 
 def test_a_model_that_is_closed_gives_everything_back_and_says_so(checkpoint):
