@@ -115,6 +115,18 @@ uint32_t kvs_blocks_layers_ready(const kvs_blocks* blocks, size_t i) {
 
 int kvs_blocks_sealed(const kvs_blocks* blocks, size_t i) { return kvs_blocks_hit(blocks, i) == 1 && blocks->batch->sealed(i); }
 
+kvs_status kvs_blocks_wait_layers(const kvs_blocks* blocks, uint32_t layer, double timeout_s) {
+  return guarded("kvs_blocks_wait_layers", [&] {
+    need(blocks, "blocks");
+    const timespec until = deadline_of(timeout_s);
+    for (size_t i = 0; i < blocks->batch->size(); ++i) {
+      if (blocks->batch->item(i).state == ItemState::Miss) continue;
+      hit(blocks, i);
+      blocks->batch->wait_layer(i, layer, until);
+    }
+  });
+}
+
 kvs_status kvs_blocks_wait_layer(const kvs_blocks* blocks, size_t i, uint32_t layer, double timeout_s) {
   return guarded("kvs_blocks_wait_layer", [&] {
     hit(blocks, i);

@@ -49,6 +49,12 @@ inline std::vector<Pieces> by_layer(const kvs_buffer_shape& shape, const kvs_buf
   return layers;
 }
 
+inline Pieces all_of(const std::vector<Pieces>& layers) {
+  Pieces out;
+  for (const Pieces& layer : layers) out.insert(out.end(), layer.begin(), layer.end());
+  return out;
+}
+
 // Those that touch are one.
 inline Pieces in_pieces(const std::vector<Pieces>& layers) {
   Pieces out;

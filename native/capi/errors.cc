@@ -1,4 +1,4 @@
-// Errors in C: a status, and a text of the thread that called.
+// Errors in C: a status, and a text of the thread that called; and why a region refused items of that thread's last call.
 #include <cstdio>
 #include <cstring>
 
@@ -8,6 +8,12 @@ namespace kv::capi {
 namespace {
 
 thread_local char last_error[512] = "";
+
+struct Refusals {
+  uint64_t region = 0;
+  std::vector<std::string> texts = {};
+};
+thread_local Refusals refusals;
 
 kvs_status status_of(Code code) {
   switch (code) {
@@ -38,6 +44,16 @@ kvs_status failed(const char* function, const std::exception& error) {
   std::snprintf(last_error, sizeof last_error, "%s: %s", function, error.what());
   const auto* ours = dynamic_cast<const Error*>(&error);
   return ours ? status_of(ours->code) : KVS_INTERNAL;
+}
+
+std::vector<std::string>& begin_refusals(uint64_t region, size_t count) {
+  refusals.region = region;
+  refusals.texts.assign(count, "");
+  return refusals.texts;
+}
+
+const char* refusal_text(uint64_t region, size_t i) {
+  return refusals.region == region && i < refusals.texts.size() ? refusals.texts[i].c_str() : "";
 }
 
 }  // namespace kv::capi

@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "capi/session.h"
 #include "kvstored/kvstored.h"
@@ -27,6 +28,9 @@ namespace kv::capi {
 
 kvs_status failed(const char* function, const std::exception& error);  // keeps the text
 void forget_error();
+// Why items of this thread's last call about a region were refused, by the region's number: empty texts, to be filled.
+std::vector<std::string>& begin_refusals(uint64_t region, size_t count);
+const char* refusal_text(uint64_t region, size_t i);  // "" of another region, too
 
 [[noreturn]] inline void refuse(const std::string& text) { throw Error(Code::InvalidArgument, text); }
 

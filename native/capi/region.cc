@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <set>
@@ -31,13 +32,15 @@ struct Open {
 struct kvs_region {
   kvs_client* client;
   Region memory;
+  uint64_t number;  // no other region of this process has it
   pid_t process = ::getpid();
   std::mutex mutex = {};
   std::map<std::array<uint64_t, 4>, Open> open = {};
-  std::vector<std::string> refusals = {};
 };
 
 namespace {
+
+std::atomic<uint64_t> last_number{0};
 
 std::shared_ptr<BlockWriter> create(kvs_client* client, std::span<const Key> keys, uint32_t layout_id,
                                     std::span<const uint32_t> tokens, uint32_t priority, uint32_t ttl_s) {
@@ -110,14 +113,13 @@ struct Put {
   std::vector<std::vector<Pieces>> layers;  // of each block
 };
 
-void refuse_items(kvs_region& region, const Put& put, uint8_t* results) {
+void refuse_items(const kvs_region& region, const Put& put, uint8_t* results) {
+  std::vector<std::string>& whys = begin_refusals(region.number, put.keys.size());
   std::set<std::array<uint64_t, 4>> seen;
   for (size_t i = 0; i < put.keys.size(); ++i) {
-    std::string& why = region.refusals[i];
+    std::string& why = whys[i];
     if (!seen.insert(put.keys[i].words).second) why = "the key is twice in this call";
-    Pieces all;
-    for (const Pieces& pieces : put.layers[i]) all.insert(all.end(), pieces.begin(), pieces.end());
-    if (why.empty()) why = region.memory.refusal(all);
+    if (why.empty()) why = region.memory.refusal(all_of(put.layers[i]));
     const auto begun = region.open.find(put.keys[i].words);
     if (why.empty() && begun != region.open.end())
       why = refusal_of_begun(begun->second, put.layout_id, put.tokens[i], put.first, put.layers[i].size());
@@ -178,15 +180,22 @@ void copy_items(kvs_region& region, const Put& put, uint8_t* results) {
   seal(whole, results);
 }
 
-void seal_here(kvs_region& region, uint32_t layout_id, std::span<const Region::Wanted> wanted, uint32_t priority, uint32_t ttl_s,
-               uint8_t* results) {
+// Seals those of which `whys` says nothing.
+void seal_here(kvs_region& region, uint32_t layout_id, std::span<const Region::Wanted> all, std::span<const std::string> whys,
+               uint32_t priority, uint32_t ttl_s, uint8_t* results) {
+  std::vector<size_t> which;
+  std::vector<Region::Wanted> wanted;
+  for (size_t i = 0; i < all.size(); ++i) {
+    results[i] = KVS_REFUSED;
+    if (whys[i].empty()) which.push_back(i), wanted.push_back(all[i]);
+  }
   const auto said = region.client->session.call([&](Client&) {
     const auto [here, attachment] = region.client->session.layout_here(layout_id);
     if (attachment != region.memory.attachment()) return std::vector(wanted.size(), Region::Sealing::NoSpace);
     return region.memory.seal(here, wanted, priority, ttl_s);
   });
   static constexpr uint8_t kWords[] = {KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING, KVS_REGION_NO_SPACE, KVS_LOST};
-  for (size_t i = 0; i < wanted.size(); ++i) results[i] = kWords[static_cast<size_t>(said[i])];
+  for (size_t i = 0; i < wanted.size(); ++i) results[which[i]] = kWords[static_cast<size_t>(said[i])];
 }
 
 void need_own(const kvs_region* region) {
@@ -212,7 +221,7 @@ kvs_status kvs_register_region(kvs_client* client, uint64_t length, kvs_region**
     need(client, "client");
     need(region, "region");
     *region = nullptr;
-    *region = client->session.call([&](Client& c) { return new kvs_region{client, Region(c, length)}; });
+    *region = client->session.call([&](Client& c) { return new kvs_region{client, Region(c, length), ++last_number}; });
   });
 }
 
@@ -237,6 +246,7 @@ kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count,
                           const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results) {
   return guarded("kvs_region_put", [&] {
     need_own(region);
+    begin_refusals(region->number, 0);
     need(shape, "shape");
     if (count) need(buffers, "buffers"), need(results, "results");
     if (priority > kMaxPriority) refuse("priority is " + std::to_string(priority) + "; it must be 0 to 100");
@@ -252,7 +262,6 @@ kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count,
         refuse("token_counts[" + std::to_string(i) + "] is " + std::to_string(put.tokens.back()));
       put.layers.push_back(by_layer(*shape, buffers + i * buffers_of(*shape)));
     }
-    region->refusals.assign(count, "");
     refuse_items(*region, put, results);
     claim_items(*region, put, results);
     copy_items(*region, put, results);
@@ -263,6 +272,7 @@ kvs_status kvs_region_load(kvs_region* region, const kvs_blocks* blocks, const k
                            uint32_t layer_index, uint8_t* results) {
   return guarded("kvs_region_load", [&] {
     need_own(region);
+    begin_refusals(region->number, 0);
     need(blocks, "blocks"), need(shape, "shape");
     const size_t count = blocks->batch->size();
     if (count) need(buffers, "buffers"), need(results, "results");
@@ -271,17 +281,15 @@ kvs_status kvs_region_load(kvs_region* region, const kvs_blocks* blocks, const k
     std::vector<std::vector<Pieces>> places;
     for (size_t i = 0; i < count; ++i) places.push_back(by_layer(*shape, buffers + i * buffers_of(*shape)));
     const std::vector<Region::Answer> answers = region->memory.load(*blocks->batch, layer_index, places);
-    region->refusals.clear();
+    std::vector<std::string>& whys = begin_refusals(region->number, count);
     for (size_t i = 0; i < count; ++i) {
       results[i] = static_cast<uint8_t>(answers[i].word);
-      region->refusals.push_back(answers[i].why);
+      whys[i] = answers[i].why;
     }
   });
 }
 
-const char* kvs_region_refusal(const kvs_region* region, size_t i) {
-  return region && i < region->refusals.size() ? region->refusals[i].c_str() : "";
-}
+const char* kvs_region_refusal(const kvs_region* region, size_t i) { return region ? refusal_text(region->number, i) : ""; }
 
 kvs_status kvs_region_forget(kvs_region* region, const kvs_key* keys, size_t count) {
   return guarded("kvs_region_forget", [&] {
@@ -299,14 +307,18 @@ kvs_status kvs_region_seal(kvs_region* region, const kvs_key* keys, size_t count
                            const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results) {
   return guarded("kvs_region_seal", [&] {
     need_own(region);
+    begin_refusals(region->number, 0);
     if (count) need(offsets, "offsets"), need(results, "results");
     if (priority > kMaxPriority) refuse("priority is " + std::to_string(priority) + "; it must be 0 to 100");
     const Layout layout = region->client->session.layout(layout_id);
     std::vector<Region::Wanted> wanted;
     const std::span<const Key> names = keys_of(keys, count);
-    for (size_t i = 0; i < count; ++i)
+    std::vector<std::string>& whys = begin_refusals(region->number, count);
+    for (size_t i = 0; i < count; ++i) {
       wanted.push_back({names[i], offsets[i], token_counts ? token_counts[i] : layout.block_tokens});
-    seal_here(*region, layout_id, wanted, priority, ttl_s, results);
+      whys[i] = region->memory.refusal(layout, wanted[i]);
+    }
+    seal_here(*region, layout_id, wanted, whys, priority, ttl_s, results);
   });
 }
 
@@ -315,23 +327,27 @@ kvs_status kvs_region_seal_pieces(kvs_region* region, const kvs_key* keys, size_
                                   uint32_t priority, uint32_t ttl_s, uint8_t* results) {
   return guarded("kvs_region_seal_pieces", [&] {
     need_own(region);
+    begin_refusals(region->number, 0);
     need(shape, "shape");
     if (count) need(buffers, "buffers"), need(results, "results");
     if (priority > kMaxPriority) refuse("priority is " + std::to_string(priority) + "; it must be 0 to 100");
     check_shape(*shape);
     const Layout layout = region->client->session.layout(layout_id);
     std::vector<Region::Wanted> wanted;
+    if (const uint32_t layers = size_of(*shape, KVS_AXIS_LAYER); layers != layout.num_layers())
+      refuse("buffers of " + std::to_string(layers) + " layers; all are to be given, the layout has " +
+             std::to_string(layout.num_layers()));
     const std::span<const Key> names = keys_of(keys, count);
+    std::vector<std::string>& whys = begin_refusals(region->number, count);
     for (size_t i = 0; i < count; ++i) {
       const uint32_t tokens = token_counts ? token_counts[i] : layout.block_tokens;
       const std::vector<Pieces> layers = by_layer(*shape, buffers + i * buffers_of(*shape));
-      std::string why = region->memory.refusal(in_pieces(layers));
-      if (why.empty() && layers.size() != layout.num_layers()) why = "some of its layers are not given";
-      if (why.empty() && tokens >= 1 && tokens <= layout.block_tokens) why = refusal_of_layers(layout, 0, tokens, layers);
-      if (!why.empty()) refuse("block " + std::to_string(i) + ": " + why);
       wanted.push_back({names[i], 0, tokens, in_pieces(layers)});
+      std::string& why = whys[i] = region->memory.refusal(all_of(layers));
+      if (why.empty()) why = region->memory.refusal(layout, wanted[i]);
+      if (why.empty()) why = refusal_of_layers(layout, 0, tokens, layers);
     }
-    seal_here(*region, layout_id, wanted, priority, ttl_s, results);
+    seal_here(*region, layout_id, wanted, whys, priority, ttl_s, results);
   });
 }
 

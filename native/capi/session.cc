@@ -19,8 +19,13 @@ void Session::renew_ids() {
   std::map<uint32_t, Known> renewed;
   for (const auto& [told, layout] : known_) renewed[told] = {layout.blob, client_.register_layout(layout.blob)};
   if (client_.attachment()->number() != now) throw Error(Code::Detached, "attached anew while layouts were registered");
-  known_ = std::move(renewed);
+  know(std::move(renewed));
   of_attachment_ = now;
+}
+
+void Session::know(std::map<uint32_t, Known> now) {
+  const std::lock_guard lock(known_mutex_);
+  known_ = std::move(now);
 }
 
 // The pool's id, unless that was told for another layout of an earlier pool.
@@ -32,7 +37,9 @@ uint32_t Session::register_layout(std::vector<uint8_t> blob) {
       if (layout.blob == blob) return told;
     const uint32_t here = client.register_layout(blob);
     const uint32_t told = known_.contains(here) ? known_.rbegin()->first + 1 : here;
-    known_[told] = {blob, here};
+    std::map<uint32_t, Known> more = known_;
+    more[told] = {blob, here};
+    know(std::move(more));
     return told;
   });
 }
@@ -45,7 +52,7 @@ std::pair<uint32_t, uint64_t> Session::layout_here(uint32_t told) {
 }
 
 Layout Session::layout(uint32_t told) {
-  std::lock_guard lock(mutex_);
+  const std::lock_guard lock(known_mutex_);
   const auto found = known_.find(told);
   if (found == known_.end())
     throw Error(Code::InvalidArgument, "layout " + std::to_string(told) + " was not registered by this client");
@@ -53,7 +60,7 @@ Layout Session::layout(uint32_t told) {
 }
 
 void Session::after_fork() {
-  std::construct_at(&mutex_);
+  std::construct_at(&mutex_), std::construct_at(&known_mutex_);
   client_.renew_lock();
 }
 

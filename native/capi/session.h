@@ -35,7 +35,7 @@ class Session {
   uint32_t register_layout(std::vector<uint8_t> blob);
   // The id in the pool attached to now, and of which attachment that is. One that was told by another client stands for itself.
   std::pair<uint32_t, uint64_t> layout_here(uint32_t told);
-  // As it was registered here. Throws InvalidArgument for an id that was not.
+  // As it was registered here. Waits for nothing. Throws InvalidArgument for an id that was not.
   Layout layout(uint32_t told);
   void after_fork();
 
@@ -43,17 +43,18 @@ class Session {
   static constexpr int kAttachTries = 3;
   void reattach();
   void forget_ids();  // a layout of ours had no block left, and another has its slot: all are registered again
-  void renew_ids();   // under mutex_
-
   struct Known {
     std::vector<uint8_t> blob;
     uint32_t here;  // its id in this attachment's pool
   };
+  void renew_ids();  // under mutex_
+  void know(std::map<uint32_t, Known> now);
 
   Client client_;
   std::recursive_mutex mutex_;
   uint64_t of_attachment_ = 0;       // whose ids `here` are; none is number 0
-  std::map<uint32_t, Known> known_;  // by the id told
+  std::map<uint32_t, Known> known_;  // by the id told; changed under both
+  std::mutex known_mutex_;           // nobody is asked under it
 };
 
 }  // namespace kv::capi

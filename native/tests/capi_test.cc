@@ -221,6 +221,91 @@ TEST(every_thread_has_its_own_text) {
   CHECK_EQ(std::string(kvs_last_error()), "");
 }
 
+// Of a region that two threads share.
+TEST(every_thread_hears_why_its_own_items_were_refused) {
+  Served served;
+  auto client = served.client();
+  const std::uint32_t layout = layout_of(client);
+  auto region = client.register_region(kLayers * kLayerBytes).value(), other = client.register_region(1).value();
+  const kvstored::BufferShape shape{{1, 1, 1}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}};
+  const auto ask = [&](std::uint64_t outside) {
+    const kvstored::Key name[] = {key_of(outside)};
+    const kvstored::Buffer buffer[] = {{outside, kLayerBytes}};
+    for (int i = 0; i < kRounds; ++i) {
+      CHECK_EQ(int{region.put(name, layout, shape, buffer).value()[0]}, int{KVS_REFUSED});
+      CHECK(region.refusal(0).find("at " + std::to_string(outside) + " ") != std::string::npos);
+    }
+  };
+  std::thread first([&] { ask(1 << 20); }), second([&] { ask(1 << 21); });
+  first.join(), second.join();
+  const kvstored::Key name[] = {key_of(1)};
+  const std::uint64_t outside[] = {1 << 20};
+  CHECK_EQ(int{region.seal(name, layout, outside).value()[0]}, int{KVS_REFUSED});
+  CHECK(!region.refusal(0).empty());
+  CHECK_EQ(region.refusal(1), "");
+  CHECK_EQ(other.refusal(0), "");
+  CHECK(!region.seal(name, 47, outside).has_value());
+  CHECK_EQ(region.refusal(0), "");
+}
+
+TEST(what_cannot_be_sealed_there_is_refused_alone) {
+  Served served;
+  auto client = served.client();
+  const std::uint32_t layout = layout_of(client);
+  const std::uint64_t slot = client.block_bytes(layout).value();
+  auto region = client.register_region(4 * slot).value();
+  const kvstored::Key names[] = {key_of(1), key_of(2), key_of(3)};
+  fill_slot(client, region, layout, slot, 3);
+  const std::uint64_t offsets[] = {4 * slot, 64, slot};
+  const auto said = region.seal(names, layout, offsets).value();
+  CHECK(said == (std::vector<std::uint8_t>{KVS_REFUSED, KVS_REFUSED, KVS_SEALED}));
+  CHECK(region.refusal(0).find("not inside") != std::string::npos);
+  CHECK(region.refusal(1).find("within a page") != std::string::npos);
+  CHECK_EQ(region.refusal(2), "");
+  CHECK(read(client, 3));
+
+  // In pieces: whose lengths are right modulo 2^64 only; one that ends outside, beside one that does not.
+  const kvstored::BufferShape parts{{kLayers, 1, 3}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}};
+  const kvstored::BufferShape pages{{kLayers, 1, 1}, {KVS_AXIS_LAYER, KVS_AXIS_KV, KVS_AXIS_PART}};
+  constexpr std::uint64_t kHalf = std::uint64_t{1} << 63;
+  std::vector<kvstored::Buffer> wraps, two;
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+    wraps.insert(wraps.end(), {{0, kHalf}, {kHalf, kHalf}, {layer * kLayerBytes, kLayerBytes}});
+  const kvstored::Key hostile[] = {key_of(4)}, last[] = {key_of(5), key_of(6)};
+  CHECK_EQ(int{region.seal_pieces(hostile, layout, parts, wraps).value()[0]}, int{KVS_REFUSED});
+  fill_slot(client, region, layout, 2 * slot, 6);
+  for (const std::uint64_t first : {4 * slot - kLayerBytes, 2 * slot})
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) two.push_back({first + layer * kLayerBytes, kLayerBytes});
+  CHECK(region.seal_pieces(last, layout, pages, two).value() == (std::vector<std::uint8_t>{KVS_REFUSED, KVS_SEALED}));
+  CHECK(region.refusal(0).find("not inside") != std::string::npos);
+  CHECK(read(client, 6));
+}
+
+TEST(a_layer_of_all_blocks_is_waited_for) {
+  Served served;
+  auto client = served.client(), other = served.client();
+  const std::uint32_t layout = layout_of(client);
+  const kvstored::Key names[] = {key_of(1), key_of(9), key_of(2)};
+  const kvstored::Key mine[] = {key_of(1), key_of(2)};
+  auto writer = client.create(mine, layout).value();
+  const std::vector<std::byte> bytes(kLayerBytes, std::byte{7});
+  const auto fill = [&](std::size_t i, std::uint32_t layer) {
+    CHECK(writer.copy_layer(i, layer, bytes).has_value() && writer.mark_layer(i, layer).has_value());
+  };
+  fill(0, 0), fill(0, 1), fill(1, 0);
+  const auto blocks = other.get(names, {.follow = true}).value();
+  CHECK(!blocks.layers(1).has_value());
+  const auto late = blocks.layers(1, 0.02);
+  CHECK(!late.has_value() && late.error().status == KVS_DEADLINE_EXCEEDED);
+  std::thread filling([&] { fill(1, 1); });
+  const auto found = blocks.layers(1, 60).value();
+  filling.join();
+  CHECK_EQ(found.size(), std::size_t{3});
+  CHECK(found[0].size() == kLayerBytes && found[1].empty() && found[2].size() == kLayerBytes);
+  CHECK(std::ranges::all_of(found[2], [](std::byte b) { return b == std::byte{7}; }));
+  CHECK(blocks.wait_layers(47, 1).error().status == KVS_INVALID_ARGUMENT);
+}
+
 TEST(what_is_freed_half_done_is_given_back) {
   Served served;
   {

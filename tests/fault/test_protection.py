@@ -18,6 +18,7 @@ import pytest
 import kvclient
 from kvclient.errors import KVClientError, NotPermitted, Unavailable
 from kvclient.testing.conformance.case import SMALL, check, fill, new_keys
+from tests.daemon.memory.test_regions_pieces import BLOB, PAGE, apart
 from tests.descriptors import sockets
 from tests.fault.children import as_user
 
@@ -90,6 +91,26 @@ def test_a_write_through_the_address_faults(started, fork):
     dies_writing(fork, work)
     with client.get(keys) as blocks:
         check(blocks[0])
+
+
+@pytest.mark.parametrize("lies", ["in one piece", "apart"])
+def test_a_write_to_a_block_in_another_clients_region_faults(started, fork, lies):
+    client, keys = started.connect(), new_keys(1)
+    layout = client.register_layout(BLOB)
+    with client.register_region(64 * PAGE) as region:
+        region.array[:] = 7
+        place = apart([5, 3, 20, 11, 40, 41]) if lies == "apart" else region.buffers_at(layout, [0])
+        assert region.register(keys, layout, place, in_place=True)[0].in_place
+
+        def work(_steps) -> None:
+            with started.connect().get(keys) as blocks:
+                address = blocks[0].layer(0).ctypes.data
+                signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+                ctypes.memset(address, 0, 1)
+
+        dies_writing(fork, work)
+        with client.get(keys, verify=True) as blocks:
+            assert (blocks[0].layer(0).view(np.uint8) == 7).all()
 
 
 def test_the_fake_protects_its_blocks_the_same_way(fork):

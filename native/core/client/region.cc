@@ -110,31 +110,31 @@ void Region::make_room_behind(uint64_t length, size_t count) {
   }
 }
 
-// Where it lies in the region. Throws InvalidArgument if it cannot.
-std::vector<Extent> Region::places(const Layout& layout, const Wanted& block) const {
-  const auto refuse = [](const std::string& why) { throw Error(Code::InvalidArgument, why); };
+// Where it would lie in the region.
+std::vector<Extent> Region::places(const Layout& layout, const Wanted& block) {
+  return block.pieces.empty() ? std::vector{Extent{block.offset, layout.extent_bytes(block.tokens)}} : block.pieces;
+}
+
+std::string Region::refusal(const Layout& layout, const Wanted& block) const {
   if (block.tokens < 1 || block.tokens > layout.block_tokens)
-    refuse("tokens is " + std::to_string(block.tokens) + "; it must be 1 to " + std::to_string(layout.block_tokens));
-  const bool apart = !block.pieces.empty();
-  std::vector<Extent> out = block.pieces;
-  if (!apart) out.push_back({block.offset, layout.extent_bytes(block.tokens)});
+    return "tokens is " + std::to_string(block.tokens) + "; it must be 1 to " + std::to_string(layout.block_tokens);
+  std::vector<Extent> its = places(layout, block);
   uint64_t bytes = 0;
-  for (const Extent& at : out) {
+  for (const Extent& at : its) {
     if ((at.offset | at.length) % kPageBytes || at.length == 0 || at.length > extent_.length ||
         at.offset > extent_.length - at.length)
-      refuse(std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are not inside the region of " +
-             std::to_string(extent_.length) + ", or begin or end within a page");
+      return std::to_string(at.length) + " bytes at " + std::to_string(at.offset) + " are not inside the region of " +
+             std::to_string(extent_.length) + ", or begin or end within a page";
     bytes += at.length;
   }
-  if (!apart) return out;
+  if (block.pieces.empty()) return "";
   if (bytes != layout.layers_bytes(block.tokens) || !layout.in_whole_pages(block.tokens))
-    refuse("pieces of " + std::to_string(bytes) + " bytes; they must be the layers of " +
-           std::to_string(layout.layers_bytes(block.tokens)) + " bytes, each of whole pages");
-  std::vector<Extent> sorted = out;
-  std::sort(sorted.begin(), sorted.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
-  for (size_t i = 1; i < sorted.size(); ++i)
-    if (sorted[i - 1].end() > sorted[i].offset) refuse("two pieces of the block overlap");
-  return out;
+    return "pieces of " + std::to_string(bytes) + " bytes; they must be the layers of " +
+           std::to_string(layout.layers_bytes(block.tokens)) + " bytes, each of whole pages";
+  std::sort(its.begin(), its.end(), [](const Extent& a, const Extent& b) { return a.offset < b.offset; });
+  for (size_t i = 1; i < its.size(); ++i)
+    if (its[i - 1].end() > its[i].offset) return "two pieces of the block overlap";
+  return "";
 }
 
 bool Region::is_sealed(uint64_t offset, uint64_t length) {
@@ -208,6 +208,7 @@ std::vector<Region::Sealing> Region::seal(uint32_t layout_id, std::span<const Wa
   for (size_t i = 0; i < blocks.size(); ++i) {
     const Wanted& block = blocks[i];
     if (block.pieces.size() >= kMaxPieces) continue;
+    if (const std::string why = refusal(layout, block); !why.empty()) throw Error(Code::InvalidArgument, why);
     const std::vector<Extent> its = places(layout, block);
     const auto taken = [&](const Extent& at) {
       return touches(runs_, at.offset, at.length) || touches(here, at.offset, at.length);

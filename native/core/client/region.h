@@ -53,12 +53,15 @@ class Region {
   // and what stands behind the layers, up to extent_bytes(), are the block's too and are written here. `layout` is of this
   // region's attachment. Nothing is written to the memory of blocks in pieces. NoSpace: cannot be sealed in place: part of it or
   // its key was sealed here already and not given back, the daemon was another since, or, for pieces, is older.
+  // Throws InvalidArgument, before anything is sealed, where one has a refusal().
   std::vector<Sealing> seal(uint32_t layout, std::span<const Wanted> blocks, uint32_t priority, uint32_t ttl_s);
   // Afterwards nobody finds them; Taken: the memory is the allocator's. Held: ask again later. Gone: it will not be.
   std::vector<Back> give_back(std::span<const Key> keys);
   bool is_sealed(uint64_t offset, uint64_t length);  // is any byte of it in a sealed block?
   // Why these buffers of a block cannot be: not inside, not on multiples of kBufferAlign, or overlapping; "" if they can.
   std::string refusal(std::span<const Extent> buffers) const;
+  // Why a block cannot be sealed there: not inside, not on whole pages, not its layers; "" if it can.
+  std::string refusal(const Layout& layout, const Wanted& block) const;
   // Copies layers of the batch's blocks, from `first` on, out to their buffers, [block][layer][buffer], and compares each with
   // its checksum. Of one that is Corrupt the buffers hold no block. Throws Closed, Detached in a forked child; PinsExhausted,
   // before anything is written.
@@ -87,7 +90,7 @@ class Region {
   void finish(const Layout& layout, const Wanted& block);
   void finish_behind(const Layout& layout, const Wanted& block, const Extent& behind);
   void make_room_behind(uint64_t length, size_t count);
-  std::vector<Extent> places(const Layout& layout, const Wanted& block) const;
+  static std::vector<Extent> places(const Layout& layout, const Wanted& block);
   std::vector<protocol::PiecesAnswer> read_changes(std::span<const uint8_t> answer, size_t count, bool apart);
   bool ask_to_seal(const protocol::RegionHead& head, const Layout& layout, std::span<const Wanted> blocks,
                    std::span<const size_t> part, std::vector<Sealing>& out);

@@ -4,8 +4,10 @@
  * it names the value and the limit, and is valid until that thread's next call. A key that is not there is no error.
  * Threads. Every function may be called from any thread, on the same objects at the same time, except: one layer of one
  * block is filled by one thread, and an object must not be freed while another thread uses it.
- * Waiting. "Waits for nothing" means shared memory is read and nobody is asked. "Asks the daemon" means one message and its
- * answer, within the client's timeout_s; where the daemon has restarted, also one attachment.
+ * Waiting. "Waits for nothing" means that nobody is asked. "Reads shared memory" means the same, but where the daemon has begun
+ * anew since, or a key is changed again and again meanwhile: then it is asked. "Asks the daemon" means a message and its answer,
+ * within the client's timeout_s; of more than 1,024 keys several; where the daemon has begun anew also an attachment, and both
+ * again, three times at most, if it begins anew once more meanwhile.
  * Ownership. What a *_free function takes is the caller's. Memory that a function points to belongs to the store, and is valid
  * as long as its note says. NULL may be freed.
  * Forking. A child calls kvs_after_fork() first, for each client, and uses none of its parent's blocks and writers. */
@@ -116,23 +118,25 @@ void kvs_after_fork(kvs_client* client);
 kvs_status kvs_register_layout(kvs_client* client, const kvs_layout* layout, uint32_t* layout_id);
 /* The figures of the namespace as JSON. The text is the caller's: kvs_free_text. Asks the daemon. */
 kvs_status kvs_stats(kvs_client* client, char** text);
-void kvs_free_text(char* text);
+void kvs_free_text(char* text); /* Waits for nothing. */
 
 /* ---- reading */
 
-/* Where each block is: a kvs_presence each into states[0..count), which is the caller's. Waits for nothing. */
+/* Where each block is: a kvs_presence each into states[0..count), which is the caller's. Reads shared memory. */
 kvs_status kvs_lookup(kvs_client* client, const kvs_key* keys, size_t count, uint8_t* states);
 /* Pins the blocks that are there. What is not is a miss: kvs_blocks_hit tells. With wait_s above 0 what lies on disk is loaded
- * and what others write is waited for, that long at most; 0 waits for nothing. The blocks are the caller's: kvs_blocks_free. */
+ * and what others write is waited for, that long at most; with 0 it reads shared memory. What KVS_VERIFY finds wrong the daemon
+ * is told of, and asked. The blocks are the caller's: kvs_blocks_free. */
 kvs_status kvs_get(kvs_client* client, const kvs_key* keys, size_t count, uint32_t flags, double wait_s, kvs_blocks** blocks);
 /* Gives the pins back: no memory of these blocks may be touched after it. Waits for nothing. */
 void kvs_blocks_free(kvs_blocks* blocks);
-size_t kvs_blocks_count(const kvs_blocks* blocks);
+size_t kvs_blocks_count(const kvs_blocks* blocks); /* Waits for nothing. */
 /* 1: block i is pinned, 0: it is a miss, -1: the client holds its max_pins, or there is no such i. Waits for nothing. */
 int kvs_blocks_hit(const kvs_blocks* blocks, size_t i);
 /* One layer of a pinned block, readable until kvs_blocks_free. Of a followed block only what is there. Waits for nothing. */
 kvs_status kvs_blocks_layer(const kvs_blocks* blocks, size_t i, uint32_t layer, kvs_const_span* bytes);
-/* The same layer of all blocks, in order; a miss has data NULL and length 0. layers[0..kvs_blocks_count). Waits for nothing. */
+/* The same layer of all blocks, in order: address and length of each; a miss has data NULL and length 0. It fails where
+ * kvs_blocks_layer of one would. layers[0..kvs_blocks_count). Waits for nothing: kvs_blocks_wait_layers does. */
 kvs_status kvs_blocks_layers(const kvs_blocks* blocks, uint32_t layer, kvs_const_span* layers);
 /* The client's own bytes beside the layers; of a followed block once its last layer is there. Waits for nothing. */
 kvs_status kvs_blocks_meta(const kvs_blocks* blocks, size_t i, kvs_const_span* bytes);
@@ -142,8 +146,10 @@ uint32_t kvs_blocks_tokens(const kvs_blocks* blocks, size_t i);
 uint32_t kvs_blocks_layers_ready(const kvs_blocks* blocks, size_t i);
 /* 1: all of block i is there, and sealed; 0: not yet, or it is a miss. Waits for nothing. */
 int kvs_blocks_sealed(const kvs_blocks* blocks, size_t i);
-/* Until that layer of a followed block is there, timeout_s at most. KVS_BLOCK_LOST: its writer ended. */
+/* Waits until that layer of a followed block is there, timeout_s at most. KVS_BLOCK_LOST: its writer ended. */
 kvs_status kvs_blocks_wait_layer(const kvs_blocks* blocks, size_t i, uint32_t layer, double timeout_s);
+/* Waits until that layer of all blocks that are no misses is there, timeout_s at most for all together. */
+kvs_status kvs_blocks_wait_layers(const kvs_blocks* blocks, uint32_t layer, double timeout_s);
 /* Has blocks that lie on disk loaded and does not wait for them. How many are in memory or on their way. Asks the daemon. */
 kvs_status kvs_prefetch(kvs_client* client, const kvs_key* keys, size_t count, uint32_t priority, size_t* coming);
 /* Has another host come for blocks before anybody asks for them there, layer by layer also while they are written; `to` is its
@@ -160,7 +166,7 @@ kvs_status kvs_create(kvs_client* client, const kvs_key* keys, size_t count, uin
                       uint32_t priority, uint32_t ttl_s, kvs_writer** writer);
 /* Gives up what is still open, and frees the writer. Asks the daemon if something is open. */
 void kvs_writer_free(kvs_writer* writer);
-size_t kvs_writer_count(const kvs_writer* writer);
+size_t kvs_writer_count(const kvs_writer* writer); /* Waits for nothing. */
 /* A kvs_grant; -1 if there is no such i. Waits for nothing. */
 int kvs_writer_grant(const kvs_writer* writer, size_t i);
 /* One layer of a granted block to be filled, until it is sealed or aborted. Waits for nothing. */
@@ -177,7 +183,7 @@ kvs_status kvs_writer_mark_layer(kvs_writer* writer, size_t i, uint32_t layer);
 kvs_status kvs_writer_seal(kvs_writer* writer, size_t i, int zero_rest);
 /* Gives block i up, KVS_ALL: all that are open. Promises that nothing writes to it any more. Asks the daemon. */
 kvs_status kvs_writer_abort(kvs_writer* writer, size_t i);
-/* Until the blocks others write are sealed or granted to us, timeout_s at most. */
+/* Waits until the blocks others write are sealed or granted to us, timeout_s at most. */
 kvs_status kvs_writer_wait_pending(kvs_writer* writer, double timeout_s);
 
 /* ---- regions: blocks out of memory that the caller's own allocator divides */
@@ -210,8 +216,9 @@ typedef enum kvs_registered {
   KVS_REFUSED = 6
 } kvs_registered;
 
-/* Memory of the pool in one piece, writable here and nowhere else. KVS_NO_SPACE: no such piece is free. Asks the daemon. The
- * region is the caller's: kvs_region_free, before kvs_close. */
+/* Memory of the pool in one piece, which nobody else is given to write to. KVS_NO_SPACE: no such piece is free. Asks the daemon.
+ * The region is the caller's: kvs_region_free, before kvs_close. Calls of several threads about one region run one after the
+ * other, and wait for each other; not so kvs_region_memory and kvs_region_refusal. */
 kvs_status kvs_register_region(kvs_client* client, uint64_t length, kvs_region** region);
 /* Gives the memory back, and blocks that are open up; sealed blocks stay. Promises that nothing writes to it any more. Asks the
  * daemon. */
@@ -221,13 +228,10 @@ kvs_status kvs_region_memory(kvs_region* region, kvs_span* bytes);
 /* Publishes a block for each key by copying its buffers, of which there are sizes[0] * sizes[1] * sizes[2] for each, one block
  * after the other. They hold the layers from layer_index on; where a block has more it stays open until the others were given.
  * results[0..count): a kvs_registered each; an item that is refused changes no other. token_counts, priority, ttl_s: as
- * kvs_create. Calls of several threads run one after the other. Asks the daemon. */
+ * kvs_create. Asks the daemon. */
 kvs_status kvs_region_put(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id,
                           const kvs_buffer_shape* shape, const kvs_buffer* buffers, uint32_t layer_index,
                           const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
-/* The other way: copies the layers of what a kvs_get pinned, from layer_index on, out to their buffers, laid down as above, and
- * compares each with its checksum. results[0..kvs_blocks_count): a kvs_loaded each. Waits for no layer: of a followed block only
- * what is there. Calls of several threads run one after the other. KVS_PINS_EXHAUSTED: nothing was written. Waits for nothing. */
 typedef enum kvs_loaded {
   KVS_LOADED = 0,
   KVS_LOAD_MISSING = 1, /* it was not found */
@@ -236,40 +240,50 @@ typedef enum kvs_loaded {
   KVS_LOAD_LOST = 4,    /* its writer ended, or the daemon asked it back */
   KVS_LOAD_REFUSED = 5  /* kvs_region_refusal says why; nothing was written */
 } kvs_loaded;
+/* The other way: copies the layers of what a kvs_get pinned, from layer_index on, out to their buffers, laid down as above, and
+ * compares each with its checksum. results[0..kvs_blocks_count): a kvs_loaded each. Waits for no layer: of a followed block only
+ * what is there. KVS_PINS_EXHAUSTED: nothing was written. Asks nobody. */
 kvs_status kvs_region_load(kvs_region* region, const kvs_blocks* blocks, const kvs_buffer_shape* shape, const kvs_buffer* buffers,
                            uint32_t layer_index, uint8_t* results);
-/* Why item i of the last kvs_region_put or kvs_region_load was not done; "" if it was. Valid until the region's next call. */
+/* Why item i of this thread's last kvs_region_put, load, seal or seal_pieces was refused; "" if it was not, or that call was
+ * about another region. Valid until this thread's next such call. Waits for nothing. */
 const char* kvs_region_refusal(const kvs_region* region, size_t i);
 /* Seals blocks where they lie: block i begins offsets[i] bytes into the region, a multiple of 4096, and has kvs_block_bytes()
  * there, its layers where kvs_block_layer() says. What stands between and behind the layers is written here. Nothing may write
  * to it until kvs_region_give_back answers KVS_TAKEN. results[0..count): KVS_SEALED, KVS_REGION_EXISTS, KVS_REGION_PENDING;
- * KVS_REGION_NO_SPACE: a part of it, or its key, is sealed here already and was not given back, or the daemon is another since:
- * kvs_region_put can copy it; or KVS_LOST: the daemon was asked and did not answer, the block may be sealed, and its memory is no
- * part of the region any more. Reads the layers, for their checksums. Asks the daemon. */
+ * KVS_REFUSED: it cannot lie so, kvs_region_refusal says why; an item that is refused changes no other; KVS_REGION_NO_SPACE: a
+ * part of it, or its key, is sealed here already and was not given back, or the daemon is another since: kvs_region_put can copy
+ * it; or KVS_LOST: the daemon was asked and did not answer, the block may be sealed, and its memory is no part of the region any
+ * more. Reads the layers, for their checksums. Asks the daemon. */
 kvs_status kvs_region_seal(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id, const uint64_t* offsets,
                            const uint32_t* token_counts, uint32_t priority, uint32_t ttl_s, uint8_t* results);
 /* The same of blocks whose buffers lie apart, laid down as for kvs_region_put: all layers of each, and buffers and layers whole
- * pages of 4096 bytes. Nothing is written here. KVS_REGION_NO_SPACE also from a daemon that is older. Asks the daemon. */
+ * pages of 4096 bytes. Nothing is written here. KVS_REGION_NO_SPACE also from a daemon that is older. Reads the layers, for
+ * their checksums. Asks the daemon. */
 kvs_status kvs_region_seal_pieces(kvs_region* region, const kvs_key* keys, size_t count, uint32_t layout_id,
                                   const kvs_buffer_shape* shape, const kvs_buffer* buffers, const uint32_t* token_counts,
                                   uint32_t priority, uint32_t ttl_s, uint8_t* results);
-/* Takes blocks that were sealed in place out of the store, one by one. results[0..count): a kvs_given_back each. Asks the
- * daemon. */
 typedef enum kvs_given_back {
   KVS_TAKEN = 0,      /* its memory is the caller's again */
   KVS_STILL_READ = 1, /* nobody finds it any more, but somebody reads it: to be asked again later */
   KVS_EVICTED = 2     /* not sealed in place here, or evicted: that memory is no part of the region any more */
 } kvs_given_back;
+/* Takes blocks that were sealed in place out of the store, one by one. results[0..count): a kvs_given_back each. Asks the
+ * daemon. */
 kvs_status kvs_region_give_back(kvs_region* region, const kvs_key* keys, size_t count, uint8_t* results);
-/* How a block of so many tokens (0: as many as the layout has) lies in memory: all of it, and one layer. Wait for nothing. */
+/* What a block of so many tokens (0: as many as the layout has) takes in memory. Waits for nothing. */
 kvs_status kvs_block_bytes(kvs_client* client, uint32_t layout_id, uint32_t tokens, uint64_t* bytes);
+/* And where in it one layer lies. Waits for nothing. */
 kvs_status kvs_block_layer(kvs_client* client, uint32_t layout_id, uint32_t tokens, uint32_t layer, kvs_buffer* place);
 /* Gives up blocks whose layers are not all there. Asks the daemon. */
 kvs_status kvs_region_forget(kvs_region* region, const kvs_key* keys, size_t count);
 
-/* ---- the rest. Ask the daemon. */
+/* ---- the rest */
 
+/* Takes blocks out of the store, whoever wrote them; who has them pinned keeps their bytes. deleted: how many were there, or
+ * NULL. Asks the daemon. */
 kvs_status kvs_delete(kvs_client* client, const kvs_key* keys, size_t count, size_t* deleted);
+/* Counts as a use of the blocks, for eviction. there: how many there were, or NULL. Asks the daemon. */
 kvs_status kvs_touch(kvs_client* client, const kvs_key* keys, size_t count, size_t* there);
 
 #ifdef __GNUC__

@@ -1,8 +1,9 @@
 // kvstored.hpp: kvstored.h for C++20. Handles that free themselves, spans, and results that are a value or an error.
 //
 // Owns nothing of its own: every function is one of kvstored.h, whose notes say what it may wait for and which thread may call.
-// Nothing throws but Result::value() on an error. Objects may be moved and not copied. A Writer or Blocks must go before its
-// Client. Memory that a span shows is the store's: valid until its Blocks, or its Writer, ends.
+// Nothing throws but Result::value(), * and -> on an error, and what has no memory. Objects may be moved and not copied; one that
+// was moved from may end and no more. A Region must go before its Client. Memory that a span shows is the store's: valid until
+// its Blocks, Writer or Region ends.
 #pragma once
 
 #include <cstddef>
@@ -107,8 +108,11 @@ class Blocks {
     const kvs_status status = kvs_blocks_layer(get(), i, layer, &found);
     return status == KVS_OK ? Result<Bytes>(bytes_of(found)) : Result<Bytes>(detail::last(status));
   }
-  // The same layer of all blocks, in order: an empty span for a miss.
-  Result<std::vector<Bytes>> layers(std::uint32_t layer) const {
+  // The same layer of all blocks, in order, once it is there: an empty span for a miss. 0: it waits for nothing.
+  Result<std::vector<Bytes>> layers(std::uint32_t layer, double timeout_s = 0) const {
+    if (timeout_s != 0) {
+      if (const auto there = wait_layers(layer, timeout_s); !there) return there.error();
+    }
     std::vector<kvs_const_span> found(size());
     if (const kvs_status status = kvs_blocks_layers(get(), layer, found.data()); status != KVS_OK) return detail::last(status);
     std::vector<Bytes> out;
@@ -123,6 +127,9 @@ class Blocks {
   }
   Result<void> wait_layer(std::size_t i, std::uint32_t layer, double timeout_s) const {
     return detail::done(kvs_blocks_wait_layer(get(), i, layer, timeout_s));
+  }
+  Result<void> wait_layers(std::uint32_t layer, double timeout_s) const {
+    return detail::done(kvs_blocks_wait_layers(get(), layer, timeout_s));
   }
   kvs_blocks* get() const noexcept { return handle_.get(); }
 

@@ -1,8 +1,8 @@
-"""Goal: kvstored.h is plain C and plain C++, kvstored.hpp is C++20, and the library shows nothing but what
-kvstored.h declares.
+"""Goal: kvstored.h is plain C and plain C++, kvstored.hpp is C++20, the library shows nothing but what
+kvstored.h declares, and the header says of each function what it may wait for.
 
 Method: compilers read the headers with every warning an error; the library's dynamic symbols beside the
-header's.
+header's; the note before each declaration, behind it, or of its section.
 """
 
 import re
@@ -52,3 +52,29 @@ def test_the_library_shows_what_the_header_declares_and_nothing_else():
     declared = set(re.findall(r"\b(kvs_\w+)\(", HEADER.read_text())) - {"kvs_default_options()"}
     assert {name.split("@")[0] for name in shown} == declared
     assert all(name.endswith("@@KVSTORED_1") for name in shown), "a symbol has no version"
+
+
+SAYS = re.compile(r"[Ww]aits? |[Aa]sks? (the daemon|nobody)|[Rr]eads shared memory")
+
+
+def functions(text):
+    """Of each that is declared: its name, and its notes: its note, and its section's."""
+    text = text[text.index("/* ---- the library") :]
+    section = note = ""
+    for part in re.findall(r"/\*.*?\*/[ ]*\n?|[^/]+", text, re.DOTALL):
+        if part.startswith("/* ----"):
+            section, note = part, ""
+        elif part.startswith("/*"):
+            note = part
+        else:
+            for line in part.splitlines():
+                if found := re.match(r"[a-z].*?\b(kvs_\w+)\(", line):
+                    behind = text[text.index(line) :].split(";", 1)[1].split("\n", 1)[0]
+                    yield found[1], re.sub(r"\s*\n \*\s*", " ", section + note + behind)
+                    note = ""
+
+
+def test_the_header_says_of_each_function_what_it_may_wait_for():
+    found = dict(functions(HEADER.read_text()))
+    assert set(found) == set(re.findall(r"\b(kvs_\w+)\(", HEADER.read_text()))
+    assert [name for name, notes in found.items() if not SAYS.search(notes)] == []
