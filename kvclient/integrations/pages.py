@@ -237,6 +237,17 @@ class Pages:
             self._health.failed("a pin", error)
             return None
 
+    @staticmethod
+    def pinned(blocks: Any) -> list[bool]:
+        """Of each that pin() was asked for, whether it is."""
+        if blocks.hits == len(blocks):
+            return [True] * len(blocks)
+        held = [False] * len(blocks)
+        for i in range(len(blocks)):
+            with contextlib.suppress(*FAILURES):  # no pin was left for it
+                held[i] = blocks[i] is not None
+        return held
+
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Asks the store to load these from below. A failure is counted, not raised."""
         try:

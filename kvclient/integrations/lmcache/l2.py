@@ -2,8 +2,8 @@
 
 Owns the tasks under way, their three event descriptors and the locks; never makes a key or copies a byte
 itself. Invariants: each task completes once, with an answer, also when the store is away; an object that was
-locked stays in memory until it was unlocked, `lock_s` at most; a look-up reads shared memory where the
-daemon is attached, and waits on a thread of its own for what other hosts are asked for.
+locked is in memory and stays there until it was unlocked, `lock_s` at most; a look-up reads shared memory
+where the daemon is attached, and waits on a thread of its own for the disk and for what other hosts have.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIONS = {
 MAX_LOCKED = 32_768  # objects, of the client's 65,536 pins
 MAX_KINDS = 10_000
 THREADS = 4  # tasks that copy side by side
-FETCHES = 4  # look-ups for which other hosts are asked at a time
+FETCHES = 4  # look-ups at a time that wait for the disk or for other hosts
 
 
 class _Tasks:
@@ -77,7 +77,8 @@ class KvstoredL2Adapter(L2AdapterInterface):
         self._identities = Identities(options["model_identity"], options["model_path"])
         self._client = connected(options)
         self._health = Health(self._client, log, "lmcache")
-        self._objects = Objects(self._client, self._health, float(options["wait_s"]))
+        self._wait_s = float(options["wait_s"])
+        self._objects = Objects(self._client, self._health, self._wait_s)
         self._locks = Leases(float(options["lock_s"]), MAX_LOCKED)
         self._pool = ThreadPoolExecutor(THREADS, "kvstored-l2")
         self._fetch_wait_s = float(options["fetch_wait_s"])
@@ -108,14 +109,16 @@ class KvstoredL2Adapter(L2AdapterInterface):
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
         nothing = Bitmap(len(keys))
-        if self._fetch_wait_s and self._client.attached and (lacking := self._lacking(keys)):
-            work = partial(self._look_elsewhere, keys, lacking, time.monotonic() + self._fetch_wait_s)
-            return self._submit(self._lookups, nothing, work, self._fetches)
-        if self._client.attached:  # shared memory answers: in less time than another thread would take
-            task = self._number()
-            self._lookups.complete(task, self._guarded(nothing, lambda: self._look_up(keys)))
-            return task
-        return self._submit(self._lookups, nothing, lambda: self._look_up(keys))
+        if not self._client.attached:
+            return self._submit(self._lookups, nothing, lambda: self._look_up(keys)[0])
+        # shared memory answers: in less time than another thread would take
+        found, below, missing = self._guarded((nothing, [], []), lambda: self._look_up(keys))
+        if below or (missing and self._fetch_wait_s):
+            work = partial(self._look_elsewhere, keys, found, below, missing, time.monotonic())
+            return self._submit(self._lookups, found, work, self._fetches)
+        task = self._number()
+        self._lookups.complete(task, found)
+        return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         return self._lookups.take(task_id)
@@ -183,45 +186,41 @@ class KvstoredL2Adapter(L2AdapterInterface):
             self._notify_keys_stored([keys[i] for i in stored], sizes)
         return L2StoreResult(all(done), sum(sizes))
 
-    def _look_up(self, keys: list[Any]) -> Bitmap:
+    def _look_up(self, keys: list[Any]) -> tuple[Bitmap, list[int], list[int]]:
+        """What is in memory is locked. And which lie on disk, and which are missing."""
         bitmap, names = Bitmap(len(keys)), self._names(keys)
         if keys and None not in names and (blocks := self._objects.pin(names)) is not None:
             if blocks.hits == len(keys):  # the usual answer, in one call
                 self._locks.hold(names, blocks)
                 bitmap.batched_set(range(len(keys)))
-                return bitmap
+                return bitmap, [], []
             blocks.release()
         mine = [i for i, name in enumerate(names) if name is not None]
         states = self._objects.states([names[i] for i in mine])
-        there = [i for i, state in zip(mine, states, strict=True) if state == RESIDENT]
-        below = [names[i] for i, state in zip(mine, states, strict=True) if state == ON_DISK]
-        if there and (blocks := self._objects.pin([names[i] for i in there])) is not None:
-            if blocks.hits == len(there):
-                self._locks.hold([names[i] for i in there], blocks)
-            else:  # some went meanwhile: the others are pinned
-                there = [i for at, i in enumerate(there) if blocks[at] is not None]
-                self._locks.hold([names[i] for i in there], blocks)
-        if below:
-            self._objects.prefetch(below)
-        bitmap.batched_set(there)
-        bitmap.batched_set([i for i, state in zip(mine, states, strict=True) if state == ON_DISK])
+        of = dict(zip(mine, states, strict=True))
+        self._lock(names, [i for i in mine if of[i] == RESIDENT], bitmap)
         self._health.look()
-        return bitmap
+        below = [i for i in mine if of[i] == ON_DISK]
+        return bitmap, below, [i for i in mine if of[i] not in (RESIDENT, ON_DISK)]
 
-    def _lacking(self, keys: list[Any]) -> list[bytes]:
-        """Which of them are not on this host."""
-        names = [name for name in self._names(keys) if name is not None]
-        states = self._objects.states(names) if names else b""
-        return [name for name, state in zip(names, states, strict=True) if state not in (RESIDENT, ON_DISK)]
+    def _lock(self, names: list[Any], which: list[int], bitmap: Bitmap, wait_s: float = 0.0) -> None:
+        """Those of them that are in memory, or come there in time."""
+        if not which or (blocks := self._objects.pin([names[i] for i in which], wait_s)) is None:
+            return
+        held = self._objects.pinned(blocks)
+        there = [i for i, pinned in zip(which, held, strict=True) if pinned]
+        self._locks.hold([names[i] for i in there], blocks)
+        bitmap.batched_set(there)
 
-    def _look_elsewhere(self, keys: list[Any], lacking: list[bytes], until: float) -> Bitmap:
-        """Has what other hosts have brought here first. Its time runs while other look-ups wait, too."""
-        brought = self._objects.pin(lacking, max(0.0, until - time.monotonic()))
-        try:
-            return self._look_up(keys)
-        finally:
-            if brought is not None:
-                brought.release()
+    def _look_elsewhere(
+        self, keys: list[Any], found: Bitmap, below: list[int], missing: list[int], since: float
+    ) -> Bitmap:
+        """On disk and, where they are asked, on other hosts. Its time runs while other look-ups wait, too."""
+        names = self._names(keys)
+        for which, wait_s in ((below, self._wait_s), (missing, self._fetch_wait_s)):
+            if wait_s:
+                self._lock(names, which, found, max(0.0, since + wait_s - time.monotonic()))
+        return found
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Bitmap:
         bitmap, names = Bitmap(len(keys)), self._names(keys)

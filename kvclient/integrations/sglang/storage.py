@@ -1,9 +1,9 @@
 """KvstoredHiCache: SGLang's HiCacheStorage, whose third level is a kvstored daemon.
 
 Owns the configuration and the pools that SGLang registers; never makes a key or copies a byte itself.
-Invariants: what batch_exists() counted stays in memory until it was loaded or its lease ends, as far as it
-was in memory; what a pool's pages hold is loaded whole or the page is False; a store that is away is an empty
-one, with one log line; what an engine computes with weights that were changed under it is not shared.
+Invariants: what batch_exists() counted is in memory, and stays there until it was loaded or its lease ends;
+what a pool's pages hold is loaded whole or the page is False; a store that is away is an empty one, with one
+log line; what an engine computes with weights that were changed under it is not shared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPTIONS = {
     "dir": None,  # of the daemon; by default where kvclient.connect() looks
     "namespace": "default",
     "timeout_s": 2.0,  # of one call
-    "wait_s": 5.0,  # of one batch, for the disk or for another writer
+    "wait_s": 5.0,  # of one question or batch, for the disk, and of one batch for another writer
     "fetch_wait_s": 0.0,  # of one question, for pages of other hosts; 0: only this host's
     "lease_s": 30.0,  # how long what was said to be there is kept for the load
     "model_path": "",  # the weights' directory: its digest tells models apart
@@ -47,6 +47,7 @@ OPTIONS = {
 }
 MAX_LEASED = 32_768  # pages, of the client's 65,536 pins
 KV = "kv"
+HERE = (RESIDENT, ON_DISK)
 
 
 class _Pool:
@@ -80,7 +81,8 @@ class KvstoredHiCache(HiCacheStorage):
         self._updates, self._outdated = updates(), False
         self._client = connected(self.options)
         self._health = Health(self._client, log, "sglang" if storage_config.enable_storage_metrics else "")
-        self.pages = Pages(self._client, self._health, float(self.options["wait_s"]))
+        self._wait_s = float(self.options["wait_s"])
+        self.pages = Pages(self._client, self._health, self._wait_s)
         self._fetch_wait_s = float(self.options["fetch_wait_s"])
         self._leases = Leases(float(self.options["lease_s"]), MAX_LEASED)
         self._pools: dict[str, _Pool] = {}
@@ -160,7 +162,7 @@ class KvstoredHiCache(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         names = self._pool(KV).names.keys(keys)
         with contextlib.ExitStack() as brought:
-            count = _leading(self._there(names, brought)) if self._is_current() else 0
+            count = self._prefix(names, brought)
             self._keep(names[:count])
         return count
 
@@ -174,7 +176,7 @@ class KvstoredHiCache(HiCacheStorage):
         self, keys: list[str], pool_transfers: Any, brought: contextlib.ExitStack
     ) -> PoolTransferResult:
         kv_names = self._pool(KV).names.keys(keys)
-        kv_pages = _leading(self._there(kv_names, brought)) if self._is_current() else 0
+        kv_pages = self._prefix(kv_names, brought)
         hits: dict[Any, int] = {KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
         wanted = [kv_names]
@@ -202,27 +204,35 @@ class KvstoredHiCache(HiCacheStorage):
             )
         return not self._outdated
 
-    def _there(self, names: list[bytes], brought: contextlib.ExitStack) -> list[bool]:
-        """On this host. What is not is asked of others first, and pinned until `brought` ends: SGLang asks on
-        a thread of its own, which may wait."""
-        found = self._on_this_host(names)
-        if self._fetch_wait_s and not all(found):
-            sought = [name for name, there in zip(names, found, strict=True) if not there]
-            if (blocks := self.pages.pin(sought, self._fetch_wait_s)) is not None:
-                brought.callback(blocks.release)
-            found = self._on_this_host(names)
-        return found
+    def _there(self, names: list[bytes], brought: contextlib.ExitStack, prefix: bool = False) -> list[bool]:
+        """In memory, and pinned until `brought` ends. What is not on this host is asked of others first, what
+        lies on its disk is brought: SGLang asks on a thread of its own, which may wait. prefix: no further
+        than to the first that is nowhere."""
+        states = self.pages.states(names)
+        if self._fetch_wait_s:
+            sought = [name for name, state in zip(names, states, strict=True) if state not in HERE]
+            self._pin(sought, self._fetch_wait_s, brought)
+            states = self.pages.states(names)
+        if prefix:
+            names = names[: _leading([state in HERE for state in states])]
+        below = [name for name, state in zip(names, states, strict=False) if state == ON_DISK]
+        self._pin(below, self._wait_s, brought)
+        return self._pin(names, 0.0, brought)
 
-    def _on_this_host(self, names: list[bytes]) -> list[bool]:
-        return [state in (RESIDENT, ON_DISK) for state in self.pages.states(names)]
+    def _prefix(self, names: list[bytes], brought: contextlib.ExitStack) -> int:
+        """How many leading pages are there."""
+        return _leading(self._there(names, brought, prefix=True)) if self._is_current() else 0
+
+    def _pin(self, names: list[bytes], wait_s: float, brought: contextlib.ExitStack) -> list[bool]:
+        if not names or (blocks := self.pages.pin(names, wait_s)) is None:
+            return [False] * len(names)
+        brought.callback(blocks.release)
+        return self.pages.pinned(blocks)
 
     def _keep(self, names: list[bytes]) -> None:
-        """Pins what is in memory and has the rest brought there."""
-        if not names or (blocks := self.pages.pin(names)) is None:
-            return
-        if blocks.hits < len(names):
-            self.pages.prefetch(names)
-        self._leases.hold(names, blocks)
+        """What is pinned is, until it was loaded or its lease ends."""
+        if names and (blocks := self.pages.pin(names)) is not None:
+            self._leases.hold(names, blocks)
 
     # ---------------------------------------------------------------- pages of a pool
 

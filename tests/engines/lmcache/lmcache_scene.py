@@ -102,8 +102,7 @@ def shared():
     keys = [key(i) for i in range(8)]
     objects = [piece(i + 1.0, length) for i, length in enumerate(lengths)]
     result = store(l2, keys[:6], objects)
-    assert result.is_successful()
-    assert result.bytes_transferred() == 4 * sum(lengths)
+    assert result.is_successful() and result.bytes_transferred() == 4 * sum(lengths)
     assert look_up(other, keys) == [True] * 6 + [False] * 2
     targets = [piece(0.0, length) for length in lengths]
     assert load(other, keys[:6], targets) == [True] * 6
@@ -344,6 +343,7 @@ def again():
         need(how)
         while look_up(l2, keys) != [True] * 4 + [False] or not remote.batched_contains([name]):
             assert time.monotonic() < deadline, f"it is taken up: {how}"
+        assert stats()["pins"] >= 4, "what was found is locked, of what lay on disk, too"
         targets = [piece(0.0, 1000 + i) for i in range(4)]
         assert load(l2, keys[:4], targets) == [True] * 4
         assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(targets, objects, strict=True))

@@ -55,6 +55,8 @@ def test_pages_are_found_after_a_restart_and_from_disk(daemon, make, tmp_path, w
     for begin, of_disk in ((kvstored.restart, False), (lambda: start_anew(kvstored), True)):
         begin()
         wait_until(lambda: writer.batch_exists(keys) == 5, "it is taken up")
+        with kvstored.connect() as client:
+            assert client.stats()["pins"] >= 5, "there means pinned, of what lay on disk, too"
         another = HostPool()
         for backend, pages in ((writer, pool), (make(kvstored, {"kv": another}, extra), another)):
             pages.kv_buffer.zero_()
