@@ -114,6 +114,9 @@ class KvstoredConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler.take_events()
 
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens), False
 

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvclient.integrations.health import FAILURES, Health
 from kvclient.integrations.leases import Lease, Leases
-from kvclient.integrations.pages import PENDING
+from kvclient.integrations.pages import ON_DISK, PENDING
 from kvclient.integrations.unsure import Doubts
 from kvclient.integrations.vllm.adapters import Adapters
 from kvclient.integrations.vllm.events import Events
@@ -113,6 +113,24 @@ class Scheduling:
             keys = RequestKeys(self._identity, request, self._hashes_per_block, self._adapters)
             known = self._running[request.request_id] = _Running(keys)
         return known
+
+    def arrived(self, request: Any) -> None:
+        """It waits in vLLM's queue from now on: what lies on disk of its prompt comes meanwhile."""
+        if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
+            return
+        keys = self._of(request).keys.between(0, (request.num_tokens - 1) // self._block_tokens)
+        below: list[bytes] = []
+        for rank in range(self._ranks if keys else 0):
+            states, parts = self._states(keys, rank), of_rank(keys, rank, self._ranks)
+            leading = len(states) - len(states.lstrip(THERE))
+            places = [i * KEY_BYTES for i, state in enumerate(states[:leading]) if state == ON_DISK]
+            below += [parts[at : at + KEY_BYTES] for at in places]
+        if not below:
+            return
+        try:
+            self._client.prefetch(below)
+        except FAILURES as error:
+            self._health.failed("a prefetch", error)
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond those computed that can be loaded. None: others are computing them, ask again."""

@@ -15,6 +15,7 @@ from unittest.mock import patch
 from kvclient.client.tolerant import TolerantWriter
 from kvclient.integrations.unsure import MAX_IN_FLIGHT
 from kvclient.integrations.vllm import transfer
+from kvclient.integrations.vllm.connector import KvstoredConnector
 from kvclient.integrations.vllm.identity import KEY_BYTES, of_rank
 from kvclient.integrations.vllm.scheduling import FETCHES, Step, Transfer
 from tests.engines.vllm.steps.vllm_halves import (
@@ -198,7 +199,32 @@ def a_request_waits_no_longer_for_other_hosts_behind_others():
     engine.half.close()
 
 
+def what_lies_on_disk_comes_while_its_request_waits_for_its_turn():
+    """Of the leading blocks, and of each rank."""
+    wanted, lookups = [], []
+
+    def lookup(keys):
+        lookups.append(keys)
+        return SimpleNamespace(states=b"\2\3\3\0\3\0"[: len(keys) // KEY_BYTES])
+
+    def fail(_keys):
+        raise OSError(24, "no descriptor")
+
+    engine, asked = Engine(os.urandom(32), ranks=2), request(PROMPT)
+    connector = SimpleNamespace(_scheduler=engine.half)
+    store = SimpleNamespace(lookup=lookup, prefetch=wanted.append, degraded=False)
+    with patch.object(engine.half, "_client", store):
+        KvstoredConnector.on_new_request(connector, asked)
+        KvstoredConnector.on_new_request(connector, request(PROMPT, skip_reading_prefix_cache=True))
+        store.prefetch = fail
+        KvstoredConnector.on_new_request(connector, request(PROMPT))
+    parts = [of_rank(engine.keys(asked), rank, 2) for rank in (0, 1)]
+    assert wanted == [[part[i * KEY_BYTES : (i + 1) * KEY_BYTES] for part in parts for i in (1, 2)]]
+    assert len(lookups) == 4
+
+
 for scene in (
+    what_lies_on_disk_comes_while_its_request_waits_for_its_turn,
     a_store_that_fails_otherwise_than_it_says_costs_its_hits_alone,
     a_request_waits_no_longer_for_other_hosts_behind_others,
     a_load_that_fails_on_one_rank_spoils_what_the_others_compute,
