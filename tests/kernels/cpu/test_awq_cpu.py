@@ -92,7 +92,7 @@ def in_whole_numbers(x, layer, group, digits):
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128, 384])
 def test_whole_numbers_are_multiplied_as_it_is_written(group, bf16):
-    """To the bit, on every path that has them: so a processor with AVX2 alone has the bits of one with VNNI."""
+    """To the bit, on every path that has them: so a processor with AVX2 alone has those of one with VNNI."""
     made = layer(384, 136, group, 8)
     x = np.random.default_rng(9).standard_normal((7, 384)).astype(np.float32)
     x[2] *= np.float32(1e-35)
