@@ -2,9 +2,9 @@
 
 On a CUDA device it multiplies with the kernels of native/cuda; fallbacks() counts the calls there that torch
 answered instead, by reason. On the CPU rows are multiplied by native/cpu, as the words lie, in panels
-(packing.py) or as in the checkpoint; many rows of bf16 by torch, of which some columns at a time become
-numbers. Owns the layer and the moment its words change their order. Invariant: a weight is (q - z) * s,
-whatever computes.
+(packing.py) or as in the checkpoint; many rows of bf16 by torch, if it has products of them for this
+processor: some columns at a time become numbers. Owns the layer and the moment its words change their order.
+Invariant: a weight is (q - z) * s, whatever computes.
 
 A checkpoint's words: qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8], scales fp16
 [in / group, out]; nibble i of word j is column 8j + ORDER[i].

@@ -209,8 +209,8 @@ class KvstoredHiCache(HiCacheStorage):
         lies on its disk is brought: SGLang asks on a thread of its own, which may wait. prefix: no further
         than to the first that is nowhere."""
         states = self.pages.states(names)
-        if self._fetch_wait_s:
-            sought = [name for name, state in zip(names, states, strict=True) if state not in HERE]
+        sought = [name for name, state in zip(names, states, strict=True) if state not in HERE]
+        if self._fetch_wait_s and sought:
             self._pin(sought, self._fetch_wait_s, brought)
             states = self.pages.states(names)
         if prefix:

@@ -58,11 +58,13 @@ def test_rows_times_packed_words(path, group, outputs):
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("group, paths", [(64, WHOLE), (2, contract.PATHS[2:])])
 def test_paths_that_compute_alike_agree_to_the_bit(group, paths, bf16):
-    """In whole numbers, and in fp32 where a group has no multiple of four."""
+    """In whole numbers, and in fp32 where four does not divide a group's size."""
+    here = [path for path in paths if path in HERE]
+    if len(here) < 2:
+        pytest.skip(f"this processor has of {', '.join(paths)} only {', '.join(here) or 'none'}")
     words, zeros, scales, bias = layer(256, 1000, group, 3)
     x = np.random.default_rng(2).standard_normal((13, 256)).astype(np.float32)
     x = bfloat16(x).astype(np.uint32).__lshift__(16).view(np.float32) if bf16 else x
-    here = [path for path in paths if path in HERE]
     found = [awq.multiply(x, words, zeros, scales, bias, group, path=path, bf16=bf16) for path in here]
     assert all(np.array_equal(found[0], other) for other in found[1:])
 
